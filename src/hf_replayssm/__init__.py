@@ -1,0 +1,24 @@
+"""
+hf_replayssm: replayed recurrent states for hybrid language models in Hugging Face transformers.
+
+    model = hf_replayssm.enable(AutoModelForCausalLM.from_pretrained("ibm-ai-platform/Bamba-9B-v2"))
+    model.generate(**inputs)                                # replay is now the default cache
+    model.generate(**inputs, assistant_model=draft)         # and drafts can be taken back
+"""
+
+from .cache import CropError, ReplayCache, ReplayStats
+from .config import ReplayConfig
+from .integration import disable, enable, is_enabled
+from .versions import __version__
+
+
+__all__ = [
+    "CropError",
+    "ReplayCache",
+    "ReplayConfig",
+    "ReplayStats",
+    "__version__",
+    "disable",
+    "enable",
+    "is_enabled",
+]

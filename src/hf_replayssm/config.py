@@ -1,0 +1,103 @@
+"""`ReplayConfig`: how a replay cache behaves. Accepted by `enable`, `ReplayCache` and `generate(cache_config={...})`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+CHECKPOINT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    # Not for serving: the tests hold the cache against a float64 model with it.
+    "float64": torch.float64,
+}
+BACKENDS = ("auto", "triton", "torch")
+
+
+@dataclass(frozen=True)
+class ReplayConfig:
+    """
+    Settings of a [`ReplayCache`].
+
+    Args:
+        buffer_len (`int`, defaults to 16):
+            Tokens between two writes of the recurrent state (*flushes*). 1 is the classic step: the state is written
+            at every token.
+        max_window (`int`, defaults to 24):
+            Tokens that may wait for a `crop` while the past is recorded (speculative decoding). `generate` raises it
+            to what the assistant asks for; the buffer of the plain variant grows when a round needs more.
+        checkpoint_dtype (`torch.dtype` or its name, defaults to `torch.float32`):
+            How the state is stored between flushes: float32, bfloat16 or float16. All arithmetic is float32.
+        backend (`str`, defaults to `"auto"`):
+            `"triton"`, `"torch"` (the reference, any device), or `"auto"`: Triton where the tensors' device has it.
+        time_step_limit (`tuple[float, float]`, *optional*):
+            Overrides the limit on dt of the model's family. Upstream applies the family's limit in a whole-sequence
+            forward and skips it in the cached single step; replay applies one limit everywhere, by default the
+            whole-sequence one.
+
+    Raises:
+        ValueError: a field that does not exist, or a value out of range.
+    """
+
+    buffer_len: int = 16
+    max_window: int = 24
+    checkpoint_dtype: torch.dtype = torch.float32
+    backend: str = "auto"
+    time_step_limit: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("buffer_len", "max_window"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{name}` counts tokens: pass an integer of 1 or more, not {value!r}.")
+        object.__setattr__(self, "checkpoint_dtype", _as_dtype(self.checkpoint_dtype))
+        if self.backend not in BACKENDS:
+            raise ValueError(f"`backend` is one of {', '.join(map(repr, BACKENDS))}, not {self.backend!r}.")
+        if self.time_step_limit is not None:
+            try:
+                low, high = (float(limit) for limit in self.time_step_limit)
+            except (TypeError, ValueError):
+                low, high = 0.0, -1.0
+            if not 0.0 <= low <= high:
+                raise ValueError(
+                    f"`time_step_limit` is a pair (low, high) with 0 <= low <= high, not {self.time_step_limit!r}."
+                )
+            object.__setattr__(self, "time_step_limit", (low, high))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> ReplayConfig:
+        """The config with these fields; the others keep their defaults. `ValueError` names an unknown field."""
+        return cls().replace(**fields)
+
+    def replace(self, **fields: Any) -> ReplayConfig:
+        """A copy with these fields changed. `ValueError` names an unknown field."""
+        known = [field.name for field in dataclasses.fields(self)]
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise ValueError(
+                f"Unknown replay setting{'s' if len(unknown) > 1 else ''} {', '.join(map(repr, unknown))}: "
+                f"the settings are {', '.join(known)}."
+            )
+        return dataclasses.replace(self, **fields)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON can hold them: the dtype is its name."""
+        fields = dataclasses.asdict(self)
+        fields["checkpoint_dtype"] = str(self.checkpoint_dtype).removeprefix("torch.")
+        if self.time_step_limit is not None:
+            fields["time_step_limit"] = list(self.time_step_limit)
+        return fields
+
+
+def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    name = str(dtype).removeprefix("torch.")
+    if name not in CHECKPOINT_DTYPES:
+        raise ValueError(
+            f"`checkpoint_dtype` is float32, bfloat16 or float16 (a torch dtype or its name), not {dtype!r}."
+        )
+    return CHECKPOINT_DTYPES[name]

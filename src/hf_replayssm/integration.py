@@ -1,0 +1,335 @@
+"""
+`enable` and `disable`, and the hooks into `generate()`: all of them in this file, each with its reason.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers.generation import configuration_utils as generation_configuration
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.utils import GenerationMixin
+from transformers.modeling_utils import PreTrainedModel
+
+from .cache import ReplayCache
+from .config import ReplayConfig
+from .models.backbone import ReplayBackbone, bind
+from .models.families import FAMILIES, Family, family_of_config, signature, supported_families
+from .models.mamba2 import ReplayMamba2Mixer
+from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
+from .versions import warn_outside_tested_range
+
+
+REPLAY_IMPLEMENTATIONS = ("replayssm", "replayssm_static")
+MIXERS = {"mamba2": ReplayMamba2Mixer}  # by Family.recurrence
+
+# A draft window may be a little longer than the number of drafts asked for (the bonus token, and a schedule that adds
+# two after a full match): the room in front of the first growth of the buffer.
+WINDOW_MARGIN = 4
+
+
+def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Module | None:
+    """
+    Switches replay on.
+
+    Args:
+        model: a model of a supported family, or anything around one (PEFT, a compiled module, a multimodal class).
+            It is changed in place and returned: its mixers replay when they are given a [`ReplayCache`], and
+            `generate` makes one by default. With any other cache, or none, it computes what it computed before.
+            None: every later `from_pretrained` and `from_config` of a supported family comes enabled.
+        **fields: of [`ReplayConfig`]: the settings of the caches that `generate` makes.
+
+    Raises:
+        ValueError: nothing to enable (with the list of what is supported), remote code, a mixer that replay would not
+            reach, or an invalid setting. Nothing is changed then.
+    """
+    config = ReplayConfig.from_dict(fields)
+    warn_outside_tested_range()
+    if model is None:
+        _enable_later_models(config)
+        return None
+
+    mixers, backbones, generators = _parts(model)
+    for name, module, _ in mixers + backbones:
+        if not isinstance(module, ReplacedClass):
+            check_replaceable(module, name)
+    for _, module, family in mixers:
+        replace_class(module, MIXERS[family.recurrence])
+    for _, module, _ in backbones:
+        replace_class(module, ReplayBackbone)
+    for _, module in generators:
+        replace_class(module, ReplayGeneration)
+        module._replay_config = config
+    for name, module, _ in mixers:
+        _assert_reached(module, name)
+    return model
+
+
+def disable(model: torch.nn.Module | None = None) -> torch.nn.Module | None:
+    """Makes the model upstream's again (a model that is not enabled stays as it is). None: later models come plain."""
+    if model is None:
+        _disable_later_models()
+        return None
+    for module in model.modules():
+        if isinstance(module, ReplayGeneration):
+            module.__dict__.pop("_replay_config", None)
+        restore_class(module)
+    return model
+
+
+def is_enabled(model: torch.nn.Module) -> bool:
+    """Whether the model's mixers replay."""
+    return any(isinstance(module, tuple(MIXERS.values())) for module in model.modules())
+
+
+def _parts(model: torch.nn.Module):
+    """The mixers and backbones, with their names and families, and the generating models, of all that can be enabled."""
+    mixers, backbones, generators = [], [], []
+    by_class = {}
+    for family in FAMILIES.values():
+        by_class[(family.module_name, family.mixer)] = (family, mixers)
+        by_class[(family.module_name, family.backbone)] = (family, backbones)
+    for name, module in model.named_modules():
+        cls = getattr(module, "_replaced_class", type(module))
+        family, parts = by_class.get((cls.__module__, cls.__name__), (None, None))
+        if family is not None:
+            parts.append((name or type(module).__name__, module, family))
+        if isinstance(module, PreTrainedModel) and type(module).__module__.startswith("transformers_modules"):
+            raise ValueError(
+                f"{type(module).__name__} is a remote-code model, whose modeling hf_replayssm does not know. Load it with "
+                f"`trust_remote_code=False` if transformers has its family ({supported_families()}), or leave "
+                "hf_replayssm out for it."
+            )
+    if not backbones:
+        config = getattr(model, "config", None)
+        if isinstance(model, PreTrainedModel) and hasattr(config, "get_text_config"):
+            family_of_config(config.get_text_config(decoder=True))  # says which model_type is not supported
+        raise ValueError(
+            f"Found nothing to enable in {type(model).__name__}: hf_replayssm supports models of the families "
+            f"{supported_families()}, as transformers implements them. Other models work as before without it."
+        )
+    for name, backbone, family in backbones:
+        # Every recurrent layer of the backbone must be one that we know, or a replay cache would be half read.
+        expected = sum(kind in ("linear_attention", "hybrid", "hybrid_sliding") for kind in signature(backbone.config).layer_types)
+        found = sum(any(module is mixer for _, mixer, _ in mixers) for module in backbone.modules())
+        if found != expected:
+            raise ValueError(
+                f"`{name}` has {expected} recurrent layers, of which {found} are {family.mixer} as transformers "
+                "implements it. Replay needs all of them: undo the replacement of the others, or leave replay off."
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, GenerationMixin) and any(part is b for part in module.modules() for _, b, _ in backbones):
+            generators.append((name, module))
+    return mixers, backbones, generators
+
+
+def _assert_reached(mixer: torch.nn.Module, name: str) -> None:
+    forward = mixer.__dict__.get("_old_forward", mixer.forward)
+    if getattr(forward, "__func__", None) is not type(mixer).forward:
+        raise AssertionError(f"`{name}` does not reach replay: its forward is {forward}.")
+
+
+class ReplayGeneration(ReplacedClass):
+    """Goes in front of the class of a model that generates. The names are hooks of transformers' `GenerationMixin`."""
+
+    _replay_config: ReplayConfig
+
+    # Upstream refuses drafts for models with a state, since it cannot take tokens back. A replay cache can;
+    # `_validate_generation_mode` refuses them for the other caches.
+    _is_stateful = False
+
+    def forward(self, *args, **kwargs):
+        # A ReplayCache under an older keyword would be swallowed by some models, and a cache of their own made.
+        if any(isinstance(kwargs.get(name), ReplayCache) for name in ("past_key_values", "cache_params")):
+            return super().forward(**bind(self, args, kwargs))
+        return super().forward(*args, **kwargs)
+
+    def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+        # Before anything is prepared: what replay cannot do is refused with the remedy.
+        implementation = generation_config.cache_implementation
+        if implementation in ("offloaded", "quantized", "offloaded_static"):
+            raise ValueError(
+                f"`cache_implementation={implementation!r}` moves or quantises keys and values only, and knows nothing "
+                "of a recurrent state. Leave `cache_implementation` out to replay, or use 'dynamic'."
+            )
+        if implementation == "replayssm_static":
+            raise ValueError(
+                "The static replay cache is not part of this release: use `cache_implementation='replayssm'`."
+            )
+        self._replay_settings(generation_config)  # raises for unknown or invalid fields
+        if generation_mode == GenerationMode.ASSISTED_GENERATION:
+            self._validate_assistant(generation_config, generation_mode_kwargs.get("assistant_model"))
+        super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
+
+    def _validate_assistant(self, generation_config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
+        if generation_config.assistant_early_exit is not None:
+            raise ValueError(
+                "`assistant_early_exit` drafts with the model's first layers, which none of these models can run alone. "
+                "Use an `assistant_model` or `prompt_lookup_num_tokens`."
+            )
+        if generation_config.cache_implementation not in (None, "replayssm"):
+            raise ValueError(
+                f"Drafts must be taken back, which `cache_implementation={generation_config.cache_implementation!r}` "
+                "cannot do for a recurrent state. Leave it out: replay can."
+            )
+        if assistant is None or isinstance(assistant, ReplayGeneration):
+            return
+        model_type = getattr(assistant.config.get_text_config(decoder=True), "model_type", None)
+        if model_type in FAMILIES:
+            enable(assistant, **self._replay_config.to_dict())  # a draft must take tokens back as well
+        elif assistant._is_stateful:
+            raise ValueError(
+                f"The assistant {type(assistant).__name__} has a recurrent state that cannot take drafts back. Use an "
+                f"assistant of a supported family ({supported_families()}) or a pure attention model."
+            )
+
+    def _replay_settings(self, generation_config: GenerationConfig) -> ReplayConfig | None:
+        """The settings of the cache that `generate` makes; None when it makes upstream's."""
+        if generation_config.cache_implementation not in (None, "replayssm"):
+            return None
+        config = getattr(self, "_replay_config", None) or ReplayConfig()
+        return config.replace(**(generation_config.cache_config or {}))
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+        # Replay is the default cache. Recording is switched for every call: upstream switches it on for assisted
+        # generation and never off.
+        cache = model_kwargs.get("cache")
+        assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
+        settings = self._replay_settings(generation_config)
+        if cache is None and settings is not None and generation_config.use_cache is not False:
+            model_kwargs["cache"] = cache = ReplayCache(config=self.config, replay_config=settings)
+        else:
+            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+        if isinstance(cache, ReplayCache):
+            cache.record_past = assisted or bool(generation_config.is_assistant)
+            if generation_config.is_assistant:
+                _announce_window(cache, self.generation_config.num_assistant_tokens)
+        elif assisted:
+            raise ValueError(
+                "Assisted generation needs a cache that can take drafts back: leave `cache` out, or pass a ReplayCache."
+            )
+
+    def _get_candidate_generator(self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs):
+        # The length of a draft window is known here and not to the mixers: tell the cache.
+        generator = super()._get_candidate_generator(
+            generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
+        )
+        drafts = getattr(generator, "num_assistant_tokens", None) or getattr(generator, "num_output_tokens", None)
+        cache = model_kwargs["cache"]
+        _announce_window(cache, drafts)
+        # Upstream's first round feeds all `input_ids` again, also those that a warm cache has seen.
+        mask = model_kwargs.get("attention_mask")
+        columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
+        past = cache.get_seq_length()
+        self._replay_seen_before = past if past > 0 and columns == input_ids.shape[1] else 0
+        return generator
+
+    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, *args, **kwargs):
+        # See `_get_candidate_generator`: the first round of assisted generation on a warm cache gets its new tokens.
+        seen = self.__dict__.pop("_replay_seen_before", 0)
+        if seen and next_sequence_length is None and kwargs.get("is_first_iteration"):
+            next_sequence_length = input_ids.shape[1] - seen
+        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, *args, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        # A directory whose generation config names "replayssm" could not be loaded without this package.
+        generation_config = self.generation_config
+        if generation_config is not None and generation_config.cache_implementation in REPLAY_IMPLEMENTATIONS:
+            self.generation_config = GenerationConfig.from_dict(
+                generation_config.to_dict() | {"cache_implementation": None, "cache_config": None}
+            )
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.generation_config = generation_config
+
+    def _refuse_continuous_batching(self, *args, **kwargs):
+        raise ValueError(
+            "Continuous batching has a paged cache of its own, which holds no recurrent state. Use `generate` with a "
+            "batch, padded on the left."
+        )
+
+    generate_batch = _refuse_continuous_batching
+    init_continuous_batching = _refuse_continuous_batching
+    continuous_batching_context_manager = _refuse_continuous_batching
+
+
+def _announce_window(cache: ReplayCache, drafts: float | None) -> None:
+    cache.max_window = max(cache.replay_config.max_window, int(drafts or 0) + WINDOW_MARGIN)
+
+
+# What is patched in transformers itself, at import: two names.
+
+
+def _register_implementations() -> None:
+    """`GenerationConfig` checks the name of a cache implementation against this list."""
+    known = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
+    generation_configuration.ALL_CACHE_IMPLEMENTATIONS = known + tuple(
+        name for name in REPLAY_IMPLEMENTATIONS if name not in known
+    )
+
+
+def _refuse_replay_on_plain_models() -> None:
+    """With the name accepted, a model that is not enabled would make upstream's cache without a word."""
+    upstream = GenerationMixin._prepare_cache_for_generation
+    if hasattr(upstream, "__wrapped__"):
+        return
+
+    @functools.wraps(upstream)
+    def prepare_cache_for_generation(self, generation_config, *args, **kwargs):
+        implementation = generation_config.cache_implementation
+        if implementation in REPLAY_IMPLEMENTATIONS and not isinstance(self, ReplayGeneration):
+            raise ValueError(
+                f"`cache_implementation={implementation!r}` needs a model with replay switched on: call "
+                f"`hf_replayssm.enable(model)` first (supported families: {supported_families()})."
+            )
+        return upstream(self, generation_config, *args, **kwargs)
+
+    GenerationMixin._prepare_cache_for_generation = prepare_cache_for_generation
+
+
+_register_implementations()
+_refuse_replay_on_plain_models()
+
+
+# `enable()` without a model. transformers' own `register_patch_mapping` replaces classes by name while a model is built,
+# which reaches the mixers but not the class of the model that `from_pretrained` was called on, so `generate` would need
+# another patch. Enabling the finished model instead is one mechanism, the same as for a model at hand.
+
+_LOADERS = ("from_pretrained", "_from_config")
+_upstream_loaders: dict[str, Any] = {}
+
+
+def _enable_later_models(config: ReplayConfig) -> None:
+    _disable_later_models()
+    for name in _LOADERS:
+        upstream = PreTrainedModel.__dict__[name]
+        _upstream_loaders[name] = upstream
+        setattr(PreTrainedModel, name, classmethod(_enabling(upstream.__func__, config)))
+
+
+def _disable_later_models() -> None:
+    while _upstream_loaders:
+        setattr(PreTrainedModel, *_upstream_loaders.popitem())
+
+
+def _enabling(loader, config: ReplayConfig):
+    @functools.wraps(loader)
+    def load(cls, *args, **kwargs):
+        loaded = loader(cls, *args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model_config = getattr(model, "config", None)
+        text_config = model_config.get_text_config(decoder=True) if hasattr(model_config, "get_text_config") else None
+        remote = type(model).__module__.startswith("transformers_modules")
+        if getattr(text_config, "model_type", None) in FAMILIES and not remote:
+            enable(model, **config.to_dict())
+        return loaded
+
+    return load
+
+
+def family_of(model: torch.nn.Module) -> Family:
+    """The family of an enabled or supported model. `ValueError` when there is none."""
+    return _parts(model)[1][0][2]

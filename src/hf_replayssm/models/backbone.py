@@ -1,0 +1,156 @@
+"""
+The forward of the model around the mixers: opens the replay cache's forward, and closes it.
+
+What has to be known once for all layers is settled here: whether the cache fits the model and the batch, which of the
+new tokens are padding, and, after rows were cropped to lengths of their own, what attention may look at.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+
+from ..cache import ReplayCache
+from .families import signature
+from .replaced import ReplacedClass
+
+
+PACKED_SEQUENCE_ARGUMENTS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+
+
+class ReplayBackbone(ReplacedClass):
+    """Goes in front of an upstream base model (see `replaced.py`)."""
+
+    def forward(self, *args, **kwargs):
+        arguments = bind(self, args, kwargs)
+        if isinstance(arguments.get("cache"), ReplayCache):
+            return self._replay_forward(arguments)
+        return super().forward(*args, **kwargs)
+
+    # The plain variant decides on the host, which a compiler would only freeze or break on.
+    @torch.compiler.disable
+    def _replay_forward(self, arguments: dict[str, Any]):
+        cache: ReplayCache = arguments["cache"]
+        inputs = arguments.get("input_ids")
+        inputs = arguments["inputs_embeds"] if inputs is None else inputs
+        if inputs is None:
+            return super().forward(**arguments)  # upstream's own error
+        batch, tokens = inputs.shape[:2]
+        self._check(cache, arguments, tokens)
+
+        mask = new_tokens_mask(arguments.get("attention_mask"), batch, tokens)
+        cache.begin_forward(tokens, batch, mask)
+        try:
+            self._fill_in(cache, arguments, inputs, tokens, mask)
+            outputs = super().forward(**arguments)
+        except BaseException:
+            cache.abort_forward()
+            raise
+        cache.end_forward()
+        return outputs
+
+    def _check(self, cache: ReplayCache, arguments: dict[str, Any], tokens: int) -> None:
+        """Raises `ValueError` for what replay cannot do, before anything is changed."""
+        ours = signature(self.config)
+        if cache.signature != ours:
+            raise ValueError(
+                f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
+                f"({ours}). Build it with `ReplayCache(config=model.config)`."
+            )
+        if self.training and torch.is_grad_enabled():
+            raise ValueError(
+                "Training through a ReplayCache is not possible: its buffers carry no gradients. Train without a cache "
+                "(`use_cache=False`), or call `model.eval()`."
+            )
+        packed = [name for name in PACKED_SEQUENCE_ARGUMENTS if arguments.get(name) is not None]
+        position_ids = arguments.get("position_ids")
+        if not packed and cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
+            # Padding repeats position 0 (or 1) on the left; a restart *after* a larger position is another sequence.
+            steps = position_ids[..., -tokens:].diff(dim=-1)
+            packed = ["position_ids"] if bool((steps < 0).any()) else []
+        if packed:
+            raise ValueError(
+                f"Packed sequences ({', '.join(packed)}) cannot be told apart in a recurrent state. Put each sequence in "
+                "a row of its own and pad on the left, or call the model without a cache."
+            )
+
+    def _fill_in(
+        self,
+        cache: ReplayCache,
+        arguments: dict[str, Any],
+        inputs: torch.Tensor,
+        tokens: int,
+        mask: torch.Tensor | None,
+    ) -> None:
+        """Completes the attention mask to all columns, and the position ids when they were left out."""
+        given, past = arguments.get("attention_mask"), cache.get_seq_length()
+        has_attention = len(cache.replay_layers) < len(cache.layers) or "position_ids" in parameters(self)
+        padding = cache.padding_mask(inputs.device)
+        if has_attention and (given is None or (isinstance(given, torch.Tensor) and given.dim() == 2)):
+            if given is not None and given.shape[1] not in (tokens, past + tokens):
+                raise ValueError(
+                    f"The attention mask has {given.shape[1]} columns. With {past} in the cache and {tokens} new ones it "
+                    f"takes {tokens} or {past + tokens} (or none, when there is no padding among the new ones)."
+                )
+            if given is not None and given.shape[1] == past + tokens and padding is None:
+                pass
+            elif mask is not None or padding is not None or (given is not None and past > 0):
+                seen = padding
+                if seen is None:
+                    seen = torch.ones((inputs.shape[0], past), dtype=torch.bool, device=inputs.device)
+                if given is not None and given.shape[1] == past + tokens:
+                    seen = seen & given[:, :past].to(seen.device, torch.bool)
+                new = torch.ones_like(seen[:, :1]).expand(-1, tokens) if mask is None else mask.to(seen.device)
+                arguments["attention_mask"] = torch.cat([seen, new], dim=1).long()
+
+        if "position_ids" in parameters(self) and arguments.get("position_ids") is None:
+            # Bamba would start at 0 again; and rows cropped to lengths of their own go on from their own.
+            after = cache.forward_in_progress.after
+            if after.mask is None:
+                position_ids = torch.arange(past, past + tokens)[None]
+            else:
+                position_ids = (after.mask.long().cumsum(1)[:, past:] - 1).clamp(min=0)
+            arguments["position_ids"] = position_ids.to(inputs.device)
+
+
+def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tensor | None:
+    """
+    Which of the new columns are tokens, (batch, tokens) bool, from any mask that a model of transformers is given: None,
+    (batch, columns) with at least the new ones, a dict of masks by layer type, or a 4D mask, which says nothing of
+    padding.
+    """
+    if isinstance(attention_mask, dict):
+        attention_mask = attention_mask.get("linear_attention")
+    if attention_mask is None or attention_mask.dim() != 2:
+        return None
+    if attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
+        raise ValueError(
+            f"The attention mask {tuple(attention_mask.shape)} does not cover the inputs: it takes a row for each of the "
+            f"{batch} rows and a column for each of the {tokens} new tokens (those in the cache may come before)."
+        )
+    return attention_mask[:, -tokens:].bool()
+
+
+@functools.cache
+def _signature(cls: type) -> inspect.Signature:
+    return inspect.signature(cls.forward)
+
+
+def parameters(module: ReplacedClass) -> Any:
+    """The parameters of upstream's forward."""
+    return _signature(module._replaced_class).parameters
+
+
+def bind(module: ReplacedClass, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with a ReplayCache under `cache` whichever of its old names it came under."""
+    arguments = dict(_signature(module._replaced_class).bind_partial(module, *args).arguments)
+    arguments.pop("self", None)
+    arguments.update(kwargs)
+    for old_name in ("past_key_values", "cache_params"):
+        # Some models swallow an unknown keyword and make a cache of their own.
+        if isinstance(arguments.get(old_name), ReplayCache):
+            arguments["cache"] = arguments.pop(old_name)
+    return arguments

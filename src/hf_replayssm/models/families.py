@@ -1,0 +1,118 @@
+"""
+The table of supported families. A family is a line here; what its mixer does differently is a line in `mamba2.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from transformers.cache_utils import get_layer_types_and_kwargs
+
+
+@dataclass(frozen=True)
+class Family:
+    """
+    One `model_type` of transformers whose recurrent layers replay.
+
+    `geometry` names the config's attributes for (heads, head_dim, state, groups, conv kernel).
+    """
+
+    model_type: str
+    mixer: str  # class names in transformers.models.<model_type>.modeling_<model_type>
+    backbone: str
+    geometry: tuple[str, str, str, str, str]
+    recurrence: str = "mamba2"
+
+    @property
+    def module_name(self) -> str:
+        return f"transformers.models.{self.model_type}.modeling_{self.model_type}"
+
+    def load(self, class_name: str) -> type:
+        """The class of that name in the family's modeling file (imported at the first use)."""
+        return getattr(importlib.import_module(self.module_name), class_name)
+
+
+_MAMBA_NAMES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            "mamba2", "Mamba2Mixer", "Mamba2Model", ("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel")
+        ),
+        Family("bamba", "BambaMixer", "BambaModel", _MAMBA_NAMES),
+        Family(
+            "zamba2",
+            "Zamba2MambaMixer",
+            "Zamba2Model",
+            ("n_mamba_heads", "mamba_headdim", "mamba_d_state", "mamba_ngroups", "mamba_d_conv"),
+        ),
+        Family(
+            "nemotron_h",
+            "NemotronHMamba2Mixer",
+            "NemotronHModel",
+            ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel"),
+        ),
+        Family("falcon_h1", "FalconH1Mixer", "FalconH1Model", _MAMBA_NAMES),
+        Family("granitemoehybrid", "GraniteMoeHybridMambaLayer", "GraniteMoeHybridModel", _MAMBA_NAMES),
+    )
+}
+
+
+def supported_families() -> str:
+    return ", ".join(FAMILIES)
+
+
+def family_of_config(config: Any) -> Family:
+    """The family of a model's (text) config. `ValueError` names the supported ones."""
+    model_type = getattr(config, "model_type", None)
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"hf_replayssm does not support models of type {model_type!r}: supported are {supported_families()}. Other "
+            "models work as before with transformers' own caches; leave hf_replayssm out for them."
+        )
+    return FAMILIES[model_type]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a cache and a model must agree on."""
+
+    model_type: str
+    layer_types: tuple[str, ...]
+    geometry: tuple[int, ...]  # heads, head_dim, state, groups, conv kernel
+
+
+def signature(config: Any) -> Signature:
+    """The signature of a (text) config of a supported family."""
+    family = family_of_config(config)
+    layer_types, _ = get_layer_types_and_kwargs(config)
+    return Signature(
+        family.model_type, tuple(layer_types), tuple(getattr(config, name) for name in family.geometry)
+    )
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer gets: for `doctor`."""
+
+    index: int
+    layer_type: str
+    cache_layer: str  # class name
+    treatment: str  # "replay", "replay + attention cache", "attention cache", "no cache"
+
+
+def describe_layers(config: Any) -> list[LayerReport]:
+    """Layer by layer, what a [`ReplayCache`] for this config holds. `ValueError` for an unsupported model."""
+    from ..cache import ReplayCache, ReplayLayer, attention_part
+
+    config = config.get_text_config(decoder=True)
+    cache = ReplayCache(config=config)
+    reports = []
+    for index, (layer_type, layer) in enumerate(zip(cache.signature.layer_types, cache.layers)):
+        parts = ["replay"] if isinstance(layer, ReplayLayer) else []
+        parts += ["attention cache"] if attention_part(layer) is not None else []
+        reports.append(LayerReport(index, layer_type, type(layer).__name__, " + ".join(parts) or "no cache"))
+    return reports

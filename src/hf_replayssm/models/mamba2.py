@@ -1,0 +1,150 @@
+"""
+The forward of a Mamba-2 mixer over a replay cache: one for all families.
+
+The parameters and submodules are upstream's, as are the long convolution and the chunked scan of a prefill (so hub
+kernels and mamba_ssm come with them). With any other cache, or none, the forward is upstream's own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch.nn import functional as F
+from transformers.integrations.accelerate import force_accelerate_hooks
+
+from ..cache import ReplayCache, ReplayLayer, Segment
+from ..ops import mamba2
+from .replaced import ReplacedClass
+
+
+class RefuseBackward(torch.autograd.Function):
+    """Passes `y` on; a gradient that comes back is refused, rather than lost without a word."""
+
+    @staticmethod
+    def forward(ctx, y: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        raise RuntimeError(
+            "A gradient cannot go back through a ReplayCache: its buffers carry none. Call the model without a cache "
+            "(`use_cache=False`)."
+        )
+
+
+class ReplayMamba2Mixer(ReplacedClass):
+    """Goes in front of an upstream mixer class (see `replaced.py`)."""
+
+    def forward(self, hidden_states: torch.Tensor, cache=None, attention_mask=None, **kwargs):
+        if isinstance(cache, ReplayCache):
+            return self._replay_forward(hidden_states, cache)  # the mask is in the forward that the model opened
+        return super().forward(hidden_states, cache=cache, attention_mask=attention_mask, **kwargs)
+
+    @force_accelerate_hooks("conv1d")
+    def _replay_forward(self, hidden_states: torch.Tensor, cache: ReplayCache) -> torch.Tensor:
+        """(b, t, hidden) -> (b, t, hidden): projections around the segments of the forward that the model opened."""
+        if cache.forward_in_progress is None:
+            raise ValueError(
+                "A mixer was called with a ReplayCache outside of its model. Call the model: it opens the cache's "
+                "forward, which all layers share."
+            )
+        layer: ReplayLayer = cache.layers[self.layer_idx]
+        gate, xBC, dt = self._project(hidden_states)
+
+        # One rule for dt, that of upstream's whole-sequence forward: bias, softplus, limit; in float32 here.
+        dtype = mamba2.accumulate_dtype(dt)
+        low, high = cache.replay_config.time_step_limit or self.time_step_limit
+        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(low, high)
+        A = -self.A_log.to(dtype).exp()
+
+        # Everything between the projections is float32 or as the activations are, also under autocast.
+        with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
+            outputs = [
+                segment.original_order(
+                    self._replay_segment(
+                        segment.real_first(xBC[:, segment.columns]),
+                        segment.real_first(dt[:, segment.columns]),
+                        A,
+                        layer,
+                        segment,
+                    )
+                )
+                for segment in cache.forward_in_progress.segments
+            ]
+        y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if torch.is_grad_enabled():
+            y = RefuseBackward.apply(y, xBC)
+        return self.out_proj(self._gated_norm(y.flatten(2), gate).to(hidden_states.dtype))
+
+    def _replay_segment(
+        self, xBC: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, layer: ReplayLayer, segment: Segment
+    ) -> torch.Tensor:
+        """xBC (b, t, conv_dim) and dt (b, t, h) of the segment's tokens -> y (b, t, h, p)."""
+        upstream = sys.modules[self._replaced_class.__module__]
+        batch, tokens, _ = xBC.shape
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        xBC = layer.convolve(
+            xBC,
+            segment,
+            weight,
+            bias,
+            self.act,
+            lambda window: upstream.causal_conv1d_fn(window, weight, bias, activation=self.activation),
+        )
+        x, B, C = xBC.split([self.intermediate_size, *[self.n_groups * self.ssm_state_size] * 2], dim=-1)
+        x = x.view(batch, tokens, self.num_heads, self.head_dim)
+        B = B.view(batch, tokens, self.n_groups, self.ssm_state_size)
+        C = C.view(batch, tokens, self.n_groups, self.ssm_state_size)
+
+        if segment.scan:
+            y, state = upstream.mamba2_chunk_scan(
+                x,
+                dt,
+                A,
+                B,
+                C,
+                # No larger than needed: the scan of the PyTorch path pads to whole chunks.
+                chunk_size=min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
+                D=self.D,
+                initial_states=layer.state_before_scan(x, B, dt, A, segment),
+                return_final_states=True,
+            )
+            layer.flush_to(state, segment)
+            return y
+
+        layer.append(x, B, dt, A, segment)
+        inputs, device = layer.inputs, x.device
+        if tokens == 1 and segment.fold_last is not None and segment.fold_last.same is not None:
+            # All rows flush at this token: its state is needed anyway, and gives the output as well.
+            state = mamba2.fold(*inputs.tensors(), A, layer.checkpoint, segment.end.on(device))
+            layer.flush_to(state, segment)
+            return mamba2.read_out(C, x, self.D, state)
+        y = mamba2.replay(
+            C, *inputs.tensors(), A, self.D, layer.checkpoint, *_positions(segment.start, segment.end, device)
+        )
+        layer.flush(segment)
+        return y
+
+    # Where the families differ.
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """gate (b, t, intermediate), xBC (b, t, conv_dim) and dt (b, t, h) before its bias."""
+        if hasattr(self, "ssm_in_multiplier"):  # Falcon-H1: muP
+            hidden_states = hidden_states * self.ssm_in_multiplier
+        projected = self.in_proj(hidden_states)
+        if hasattr(self, "mup_vector"):
+            projected = projected * self.mup_vector
+        return projected.split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+
+    def _gated_norm(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        if getattr(self, "mamba_rms_norm", True):
+            return self.norm(y, gate)
+        return y * F.silu(gate)  # Falcon-H1 without a norm
+
+
+def _positions(start, end, device: torch.device):
+    """`start` and `end` as the op takes them: both integers, or both (b,) tensors."""
+    if start.same is not None and end.same is not None:
+        return start.same, end.same
+    return start.values.to(device), end.values.to(device)

@@ -1,0 +1,152 @@
+"""
+Mamba-2 with replay: the PyTorch reference, which defines the meaning and is the path of every device without Triton.
+
+A layer keeps a *checkpoint* S0 of its state and a *buffer* with the inputs (x, B, dt) of the tokens since. With `pre_t`
+the sum of dt over the buffered tokens up to t,
+
+    S_t = exp(A pre_t) S0 + sum_{j<=t} dt_j exp(A (pre_t - pre_j)) x_j B_j^T            (`fold`)
+    y_t = exp(A pre_t) (S0 C_t) + sum_{j<=t} dt_j exp(A (pre_t - pre_j)) (B_j . C_t) x_j + D x_t     (`replay`)
+
+which unrolls S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t^T, y_t = S_t C_t + D x_t (Dao and Gu, "Transformers are SSMs",
+2024, section 3). `replay` reads the checkpoint once for a whole window of tokens and writes no state.
+
+Letters in the shapes: b batch, h heads, g groups of heads that share B and C (blocked: head = group * (h / g) + i),
+p head_dim, n state, s buffer slots, t new tokens. dt is final everywhere (bias, softplus and limit applied), float32.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def accumulate_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """float32, or float64 when an input already is: the dtype of every sum, whatever the activations are."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def replay(
+    C: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    checkpoint: torch.Tensor,
+    start: int | torch.Tensor,
+    end: int | torch.Tensor,
+) -> torch.Tensor:
+    """
+    Outputs of the newest tokens of the buffer; reads the checkpoint once and changes nothing.
+
+    Args:
+        C (b, t, g, n): of the new tokens.
+        x (b, h, s, p), B (b, g, s, n), dt (b, h, s): the buffer. The new tokens are already in it.
+        A (h,), D (h,): per head; A is negative.
+        checkpoint (b, h, p, n): the state before slot 0.
+        start: the slot of the first new token, an integer for all rows or a (b,) tensor; token i is in slot start + i.
+        end: one past the newest valid slot, likewise. What lies in or behind it is never used, NaN included: for
+            a row in which `start + i >= end` (masked tokens at its end) the output of token i is that of slot end - 1.
+
+    Returns: (b, t, h, p), in the accumulation dtype.
+    """
+    dtype = accumulate_dtype(C, x, checkpoint)
+    batch, tokens, groups, _ = C.shape
+    heads, head_dim = x.shape[1], x.shape[3]
+    ragged = isinstance(start, torch.Tensor)
+
+    slots = int(end.max()) if ragged else end
+    x, B, dt = x[:, :, :slots].to(dtype), B[:, :, :slots].to(dtype), dt[:, :, :slots].to(dtype)
+    C, A = C.to(dtype).transpose(1, 2), A.to(dtype)  # (b, g, t, n)
+    if ragged:
+        slot = torch.arange(slots, device=x.device)
+        valid = (slot < end[:, None])[:, None]  # (b, 1, s)
+        x, B, dt = mask_slots(valid, x, B, dt)
+        newest = (start[:, None] + torch.arange(tokens, device=x.device)).minimum(end[:, None] - 1)  # (b, t)
+
+    pre = dt.cumsum(-1)  # (b, h, s)
+    if ragged:
+        # `newest` is -1 for a row whose buffer is empty and whose tokens are all masked: it sees the checkpoint only.
+        at = newest.clamp(min=0)[:, None].expand(-1, heads, -1)
+        pre_t = torch.where(newest[:, None] >= 0, pre.gather(-1, at), 0.0)
+        visible = (slot <= newest[..., None])[:, None]  # (b, 1, t, s)
+        x_t = x.gather(2, at[..., None].expand(-1, -1, -1, head_dim))
+    else:
+        pre_t = pre[..., start:]  # (b, h, t)
+        # A single token sees every slot up to its own, so there is nothing to hide.
+        visible = torch.ones(tokens, slots, dtype=torch.bool, device=x.device).tril(start) if tokens > 1 else None
+        x_t = x[:, :, start:]
+
+    # The exponent is masked before exp (behind the token it is positive and may overflow), and clamped: the sums of a
+    # parallel scan may differ in the last bit and leave it a little above zero.
+    exponent = (A[:, None, None] * (pre_t[..., None] - pre[..., None, :])).clamp(max=0.0)  # (b, h, t, s)
+    if visible is not None:
+        exponent = exponent.masked_fill(~visible, -torch.inf)
+    weight = exponent.exp() * dt[..., None, :]
+    scores = C @ B.transpose(-1, -2)  # (b, g, t, s): B_j . C_t is shared by the heads of a group
+    weight = weight.view(batch, groups, -1, tokens, slots) * scores[:, :, None]
+
+    y = weight.view(batch, heads, tokens, slots) @ x + D.to(dtype)[:, None, None] * x_t
+    from_checkpoint = checkpoint.to(dtype).reshape(batch, groups, -1, C.shape[-1]) @ C.transpose(-1, -2)
+    from_checkpoint = from_checkpoint.view(batch, heads, head_dim, tokens).transpose(-1, -2)
+    y = y + (A[:, None] * pre_t).exp()[..., None] * from_checkpoint
+    return y.transpose(1, 2)
+
+
+def fold(
+    x: torch.Tensor,
+    B: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+    count: int | torch.Tensor,
+) -> torch.Tensor:
+    """
+    The state after the first `count` slots of the buffer (an integer for all rows, or a (b,) tensor): what a flush
+    stores. Shapes as in [`replay`]; slots from `count` on are never used, NaN included.
+
+    Returns: (b, h, p, n), in the accumulation dtype.
+    """
+    dtype = accumulate_dtype(x, checkpoint)
+    slots = int(count.max()) if isinstance(count, torch.Tensor) else count
+    checkpoint, A = checkpoint.to(dtype), A.to(dtype)
+    if slots == 0:
+        return checkpoint
+    x, B, dt = x[:, :, :slots].to(dtype), B[:, :, :slots].to(dtype), dt[:, :, :slots].to(dtype)
+    if isinstance(count, torch.Tensor):
+        valid = (torch.arange(slots, device=x.device) < count[:, None])[:, None]
+        x, B, dt = mask_slots(valid, x, B, dt)
+
+    batch, heads, _, head_dim = x.shape
+    groups, state = B.shape[1], B.shape[-1]
+    pre = dt.cumsum(-1)  # (b, h, s)
+    total = pre[..., -1:]
+    weight = dt * (A[:, None] * (total - pre)).clamp(max=0.0).exp()
+    # One product for each group: (heads of the group * p, s) @ (s, n).
+    weighted = (x * weight[..., None]).transpose(-1, -2).reshape(batch * groups, -1, slots)
+    decayed = checkpoint * (A[:, None] * total).exp()[..., None]
+    folded = torch.baddbmm(decayed.view(batch * groups, -1, state), weighted, B.reshape(-1, slots, state))
+    return folded.view(batch, heads, head_dim, state)
+
+
+def read_out(C: torch.Tensor, x: torch.Tensor, D: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """
+    y = S C + D x of one token whose state S (b, h, p, n) is at hand, which is so at a flush. C (b, 1, g, n),
+    x (b, 1, h, p). Returns (b, 1, h, p) in the accumulation dtype.
+    """
+    batch, _, heads, head_dim = x.shape
+    groups = C.shape[2]
+    y = state.view(batch, groups, -1, state.shape[-1]) @ C.to(state.dtype).transpose(1, 2).transpose(-1, -2)
+    y = y.view(batch, 1, heads, head_dim)
+    return y + D.to(state.dtype)[:, None] * x.to(state.dtype)
+
+
+def mask_slots(
+    valid: torch.Tensor, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Zeroes the slots that are not `valid` (b, 1, s), by selection: a product would carry a NaN over."""
+    zero = x.new_zeros(())
+    return (
+        torch.where(valid[..., None], x, zero),
+        torch.where(valid[..., None], B, zero),
+        torch.where(valid, dt, zero),
+    )
