@@ -784,7 +784,7 @@ class ReplayCache(Cache):
         counts = torch.full_like(held, tokens)
         if mask is not None and not bool(mask.all()):
             counts = mask.sum(1)
-            order = (~mask).long().argsort(1, stable=True)
+            order = (~mask).long().argsort(dim=1, stable=True)
         if scan:
             fold_last = Rows(torch.ones_like(held))
         return Segment(

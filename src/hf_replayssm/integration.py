@@ -226,12 +226,12 @@ class ReplayGeneration(ReplacedClass):
         self._replay_seen_before = past if past > 0 and columns == input_ids.shape[1] else 0
         return generator
 
-    def prepare_inputs_for_generation(self, input_ids, next_sequence_length=None, *args, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         # See `_get_candidate_generator`: the first round of assisted generation on a warm cache gets its new tokens.
         seen = self.__dict__.pop("_replay_seen_before", 0)
-        if seen and next_sequence_length is None and kwargs.get("is_first_iteration"):
-            next_sequence_length = input_ids.shape[1] - seen
-        return super().prepare_inputs_for_generation(input_ids, next_sequence_length, *args, **kwargs)
+        if seen and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None:
+            kwargs["next_sequence_length"] = input_ids.shape[1] - seen
+        return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         # A directory whose generation config names "replayssm" could not be loaded without this package.

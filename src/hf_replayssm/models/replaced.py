@@ -41,7 +41,19 @@ def replacement(mixin: type[ReplacedClass], upstream: type) -> type:
         "_replaced_class": upstream,
         "_mixin": mixin,
     }
+    # transformers looks at the parameters of these to see what a model takes.
+    for name in ("forward", "prepare_inputs_for_generation"):
+        if name in mixin.__dict__:
+            namespace[name] = _with_signature_of(getattr(upstream, name), mixin.__dict__[name])
     return type(upstream.__name__, (mixin, upstream), namespace)
+
+
+def _with_signature_of(upstream, method):
+    @functools.wraps(upstream)
+    def wrapped(self, *args, **kwargs):
+        return method(self, *args, **kwargs)
+
+    return wrapped
 
 
 def replace_class(module: torch.nn.Module, mixin: type[ReplacedClass]) -> None:
