@@ -81,8 +81,10 @@ class Rows:
 
     def on(self, device: torch.device) -> int | torch.Tensor:
         """The shared integer, or the (batch,) tensor on `device`."""
-        if self.same is not None:
-            return self.same
+        return self.tensor(device) if self.same is None else self.same
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """(batch,) on `device`."""
         if device not in self._on:
             self._on[device] = self.values.to(device)
         return self._on[device]
@@ -123,7 +125,7 @@ class Segment:
         """`order`, its inverse, and which tokens are real in that order, each (b, t), on `device`."""
         if device not in self._on:
             order = self.order.to(device)
-            real = torch.arange(self.num_tokens, device=device) < self.counts.values.to(device)[:, None]
+            real = torch.arange(self.num_tokens, device=device) < self.counts.tensor(device)[:, None]
             self._on[device] = (order, order.argsort(1), real)
         return self._on[device]
 
@@ -190,6 +192,7 @@ class Positions:
     held: torch.Tensor | None = None  # tokens in the buffer: the write position
     croppable: torch.Tensor | None = None  # newest columns that a crop may still remove
     mask: torch.Tensor | None = None  # (batch, columns) bool: which columns are tokens; None when all are
+    holes: torch.Tensor | None = None  # columns on the left of each row that are there because another row is longer
     since_crop: int = 0  # columns since the last crop
     recording: bool = False
 
@@ -219,6 +222,7 @@ class Positions:
             held=pick(self.held),
             croppable=pick(self.croppable),
             mask=pick(self.mask),
+            holes=pick(self.holes),
         )
 
 
@@ -268,7 +272,7 @@ class InputBuffer:
         device = self.dt.device
         real = torch.arange(segment.num_tokens) < segment.counts.values[:, None]
         row, token = (index.to(device) for index in real.nonzero(as_tuple=True))
-        slot = (segment.start.values.to(device))[row] + token
+        slot = segment.start.tensor(device)[row] + token
         for buffer, values in zip(self.tensors(), new):
             buffer[row, :, slot] = values[row, token].to(buffer.dtype)
 
@@ -669,7 +673,7 @@ class ReplayCache(Cache):
 
         zeros = torch.zeros(batch_size, dtype=torch.long)
         if now.batch_size is None:
-            now = dataclasses.replace(now, seen=zeros, held=zeros, croppable=zeros)
+            now = dataclasses.replace(now, seen=zeros, held=zeros, croppable=zeros, holes=zeros)
         plan = self._plan_recorded if now.recording else self._plan_unrecorded
         self.forward_in_progress = plan(now, num_tokens, mask)
         return self.forward_in_progress
@@ -871,19 +875,20 @@ class ReplayCache(Cache):
 
         self.stats.crops += 1
         self.stats.tokens_cropped += int(counts.sum())
-        real = now.real_among_newest(counts)
-        shallowest = int(counts.min())
-        columns = now.columns - shallowest
+        lengths = now.columns - now.holes - counts  # of each row, from its first column to its last
+        columns = int(lengths.max())
         if columns == 0:
             self._empty()
             return
         mask = now.mask
-        if mask is None and int(counts.max()) > shallowest:
+        if mask is None and int(lengths.min()) < columns:
             mask = torch.ones((len(counts), now.columns), dtype=torch.bool)
         if mask is not None:
-            source = torch.arange(columns) - (counts - shallowest)[:, None]
+            # Every row's newest column comes to the right end.
+            source = torch.arange(columns) + (now.columns - counts - columns)[:, None]
             mask = mask.gather(1, source.clamp(min=0)) & (source >= 0)
             mask = None if bool(mask.all()) else mask
+        real = now.real_among_newest(counts)
         self.positions = dataclasses.replace(
             now,
             columns=columns,
@@ -891,11 +896,12 @@ class ReplayCache(Cache):
             held=now.held - real,
             croppable=now.croppable - counts,
             mask=mask,
+            holes=columns - lengths,
             since_crop=0,
         )
         for layer in self.layers:
             if (part := attention_part(layer)) is not None and layer.is_initialized:
-                self._crop_attention(layer, part, counts)
+                self._crop_attention(layer, part, counts, now.columns - columns)
 
     def _crop_counts(self, tokens_to_remove: int | torch.Tensor) -> torch.Tensor | None:
         """The counts as a (batch,) tensor of numbers >= 0 (None on a cache without rows and nothing to remove)."""
@@ -920,24 +926,28 @@ class ReplayCache(Cache):
             return None
         return -counts
 
-    def _crop_attention(self, layer: DynamicLayer, part: type[DynamicLayer], counts: torch.Tensor) -> None:
-        """Drops each row's newest `counts` keys and values; rows that lose more are moved to the right."""
+    def _crop_attention(
+        self, layer: DynamicLayer, part: type[DynamicLayer], counts: torch.Tensor, shorter: int
+    ) -> None:
+        """Drops each row's newest `counts` keys and values and moves the rest to the right end, `shorter` columns on."""
         stored = layer.keys.shape[-2]
-        shallowest = int(counts.min())
-        length = stored - shallowest
+        length = stored - shorter
         if issubclass(part, DynamicSlidingWindowLayer):
-            layer.cumulative_length -= shallowest
+            layer.cumulative_length -= shorter
             # A later crop may reach behind this one, so as much as the recurrent layers can still lose stays.
-            length = min(length, layer.sliding_window - 1 + int(self.positions.croppable.max()))
-        if int(counts.max()) == shallowest:
-            last = stored - shallowest
+            length = min(stored - int(counts.min()), layer.sliding_window - 1 + int(self.positions.croppable.max()))
+            length = min(length, layer.cumulative_length)
+        if bool((counts == counts[0]).all()):
+            last = stored - int(counts[0])
             layer.keys = layer.keys[..., last - length : last, :]
             layer.values = layer.values[..., last - length : last, :]
             return
-        source = torch.arange(length) + (stored - counts - length)[:, None]
-        source = source.clamp(min=0).to(layer.keys.device)[:, None, :, None]
-        layer.keys = layer.keys.gather(-2, source.expand(-1, layer.keys.shape[1], -1, layer.keys.shape[-1]))
-        layer.values = layer.values.gather(-2, source.expand(-1, layer.values.shape[1], -1, layer.values.shape[-1]))
+        source = (torch.arange(length) + (stored - counts - length)[:, None]).clamp(min=0)
+        source = source.to(layer.keys.device)[:, None, :, None]
+        layer.keys, layer.values = (
+            states.gather(-2, source.expand(-1, states.shape[1], -1, states.shape[-1]))
+            for states in (layer.keys, layer.values)
+        )
 
     def _empty(self) -> None:
         """No token is left: as before the first forward, except for the settings."""

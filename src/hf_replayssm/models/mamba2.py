@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from ..cache import ReplayCache, ReplayLayer, Segment
+from ..cache import ReplayCache, ReplayLayer, Rows, Segment
 from ..ops import mamba2
 from .replaced import ReplacedClass
 
@@ -143,8 +143,8 @@ class ReplayMamba2Mixer(ReplacedClass):
         return y * F.silu(gate)  # Falcon-H1 without a norm
 
 
-def _positions(start, end, device: torch.device):
+def _positions(start: Rows, end: Rows, device: torch.device) -> tuple[int, int] | tuple[torch.Tensor, torch.Tensor]:
     """`start` and `end` as the op takes them: both integers, or both (b,) tensors."""
     if start.same is not None and end.same is not None:
         return start.same, end.same
-    return start.values.to(device), end.values.to(device)
+    return start.tensor(device), end.tensor(device)

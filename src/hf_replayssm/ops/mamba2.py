@@ -54,7 +54,7 @@ def replay(
     heads, head_dim = x.shape[1], x.shape[3]
     ragged = isinstance(start, torch.Tensor)
 
-    slots = int(end.max()) if ragged else end
+    slots = max(1, int(end.max())) if ragged else end  # a slot to gather from, should all rows be empty
     x, B, dt = x[:, :, :slots].to(dtype), B[:, :, :slots].to(dtype), dt[:, :, :slots].to(dtype)
     C, A = C.to(dtype).transpose(1, 2), A.to(dtype)  # (b, g, t, n)
     if ragged:
