@@ -756,7 +756,8 @@ class ReplayCache(Cache):
         else:
             held, croppable, fold_first = now.held, now.croppable, None
             if int((held + counts).max()) > capacity:
-                keep = torch.full_like(held, max(window - tokens, now.since_crop)).minimum(croppable)
+                # The window in front of the new tokens stays as well: the crop after them may reach behind them.
+                keep = torch.full_like(held, max(window, now.since_crop)).minimum(croppable)
                 keep = now.real_among_newest(keep)
                 fold_first = Rows(torch.where(held + counts > capacity, held - keep, 0))
                 held = held - fold_first.values
