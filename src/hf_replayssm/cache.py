@@ -756,8 +756,10 @@ class ReplayCache(Cache):
         else:
             held, croppable, fold_first = now.held, now.croppable, None
             if int((held + counts).max()) > capacity:
-                # The window in front of the new tokens stays as well: the crop after them may reach behind them.
-                keep = torch.full_like(held, max(window, now.since_crop)).minimum(croppable)
+                # As far as the capacity goes, a window in front of the new tokens stays as well: the crop after them
+                # may reach behind them.
+                keep = max(now.since_crop, min(window, capacity - tokens))
+                keep = torch.full_like(held, keep).minimum(croppable)
                 keep = now.real_among_newest(keep)
                 fold_first = Rows(torch.where(held + counts > capacity, held - keep, 0))
                 held = held - fold_first.values

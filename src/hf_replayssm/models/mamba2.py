@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from ..cache import ReplayCache, ReplayLayer, Rows, Segment
+from ..cache import ReplayCache, ReplayLayer, Segment
 from ..ops import mamba2
 from .replaced import ReplacedClass
 
@@ -121,7 +121,7 @@ class ReplayMamba2Mixer(ReplacedClass):
             layer.flush_to(state, segment)
             return mamba2.read_out(C, x, self.D, state)
         y = mamba2.replay(
-            C, *inputs.tensors(), A, self.D, layer.checkpoint, *_positions(segment.start, segment.end, device)
+            C, *inputs.tensors(), A, self.D, layer.checkpoint, *_positions(segment, device)
         )
         layer.flush(segment)
         return y
@@ -143,8 +143,8 @@ class ReplayMamba2Mixer(ReplacedClass):
         return y * F.silu(gate)  # Falcon-H1 without a norm
 
 
-def _positions(start: Rows, end: Rows, device: torch.device) -> tuple[int, int] | tuple[torch.Tensor, torch.Tensor]:
-    """`start` and `end` as the op takes them: both integers, or both (b,) tensors."""
-    if start.same is not None and end.same is not None:
-        return start.same, end.same
-    return start.tensor(device), end.tensor(device)
+def _positions(segment: Segment, device: torch.device) -> tuple[int, int] | tuple[torch.Tensor, torch.Tensor]:
+    """First and end slot of the segment's tokens, as the op takes them: both integers, or both (b,) tensors."""
+    if segment.order is None and segment.start.same is not None:
+        return segment.start.same, segment.end.same
+    return segment.start.tensor(device), segment.end.tensor(device)
