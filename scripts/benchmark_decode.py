@@ -1,9 +1,9 @@
 """
 Times one decode step of a model with replay and with upstream's cache, in turns in one run, and compares their logits.
 
-    python scripts/benchmark_decode.py [--batch 1 8] [--steps 64] [--buffer-len 16] [--hidden 1024 --layers 24] [--json FILE]
+    python scripts/benchmark_decode.py [--batch 1 8] [--steps 64] [--buffer-len 16] [--hidden 1024] [--layers 16] ...
 
-The model is a Bamba of random weights (about 400 MB in float32 by default). The unit is a whole flush cycle: the steps
+The model is a Bamba of random weights (about 800 MB in float32 by default). The unit is a whole flush cycle: the steps
 of a replay run are counted in cycles of `buffer_len`, with the write position really advancing. Medians over all steps,
 and the mean over whole cycles (a flush costs more than the other steps).
 """

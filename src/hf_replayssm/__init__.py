@@ -6,9 +6,10 @@ hf_replayssm: replayed recurrent states for hybrid language models in Hugging Fa
     model.generate(**inputs, assistant_model=draft)         # and drafts can be taken back
 """
 
-from .cache import CropError, ReplayCache, ReplayStats
+from .cache import ReplayCache, ReplayStats
 from .config import ReplayConfig
 from .integration import disable, enable, is_enabled
+from .layers import CropError
 from .versions import __version__
 
 

@@ -1,4 +1,4 @@
-"""`ReplayConfig`: how a replay cache behaves. Accepted by `enable`, `ReplayCache` and `generate(cache_config={...})`."""
+"""`ReplayConfig`: how a replay cache behaves. Taken by `enable`, `ReplayCache` and `generate(cache_config={...})`."""
 
 from __future__ import annotations
 

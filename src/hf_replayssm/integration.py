@@ -85,7 +85,7 @@ def is_enabled(model: torch.nn.Module) -> bool:
 
 
 def _parts(model: torch.nn.Module):
-    """The mixers and backbones, with their names and families, and the generating models, of all that can be enabled."""
+    """All that can be enabled: mixers and backbones with their names and families, and the models that generate."""
     mixers, backbones, generators = [], [], []
     by_class = {}
     for family in FAMILIES.values():
@@ -98,8 +98,8 @@ def _parts(model: torch.nn.Module):
             parts.append((name or type(module).__name__, module, family))
         if isinstance(module, PreTrainedModel) and type(module).__module__.startswith("transformers_modules"):
             raise ValueError(
-                f"{type(module).__name__} is a remote-code model, whose modeling hf_replayssm does not know. Load it with "
-                f"`trust_remote_code=False` if transformers has its family ({supported_families()}), or leave "
+                f"{type(module).__name__} is a remote-code model, whose modeling hf_replayssm does not know. Load it "
+                f"with `trust_remote_code=False` if transformers has its family ({supported_families()}), or leave "
                 "hf_replayssm out for it."
             )
     if not backbones:
@@ -112,7 +112,7 @@ def _parts(model: torch.nn.Module):
         )
     for name, backbone, family in backbones:
         # Every recurrent layer of the backbone must be one that we know, or a replay cache would be half read.
-        expected = sum(kind in ("linear_attention", "hybrid", "hybrid_sliding") for kind in signature(backbone.config).layer_types)
+        expected = sum(kind in REPLAY_LAYER_TYPES for kind in signature(backbone.config).layer_types)
         found = sum(any(module is mixer for _, mixer, _ in mixers) for module in backbone.modules())
         if found != expected:
             raise ValueError(
@@ -166,8 +166,8 @@ class ReplayGeneration(ReplacedClass):
     def _validate_assistant(self, generation_config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
         if generation_config.assistant_early_exit is not None:
             raise ValueError(
-                "`assistant_early_exit` drafts with the model's first layers, which none of these models can run alone. "
-                "Use an `assistant_model` or `prompt_lookup_num_tokens`."
+                "`assistant_early_exit` drafts with the model's first layers, which none of these models can run "
+                "alone. Use an `assistant_model` or `prompt_lookup_num_tokens`."
             )
         if generation_config.cache_implementation not in (None, "replayssm"):
             raise ValueError(
@@ -211,7 +211,9 @@ class ReplayGeneration(ReplacedClass):
                 "Assisted generation needs a cache that can take drafts back: leave `cache` out, or pass a ReplayCache."
             )
 
-    def _get_candidate_generator(self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs):
+    def _get_candidate_generator(
+        self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
+    ):
         # The length of a draft window is known here and not to the mixers: tell the cache.
         generator = super()._get_candidate_generator(
             generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
@@ -294,9 +296,9 @@ _register_implementations()
 _refuse_replay_on_plain_models()
 
 
-# `enable()` without a model. transformers' own `register_patch_mapping` replaces classes by name while a model is built,
-# which reaches the mixers but not the class of the model that `from_pretrained` was called on, so `generate` would need
-# another patch. Enabling the finished model instead is one mechanism, the same as for a model at hand.
+# `enable()` without a model. transformers' own `register_patch_mapping` replaces classes by name while a model is
+# built, which reaches the mixers but not the class of the model that `from_pretrained` was called on, so `generate`
+# would need another patch. Enabling the finished model instead is one mechanism, the same as for a model at hand.
 
 _LOADERS = ("from_pretrained", "_from_config")
 _upstream_loaders: dict[str, Any] = {}

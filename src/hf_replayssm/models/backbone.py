@@ -73,8 +73,8 @@ class ReplayBackbone(ReplacedClass):
             packed = ["position_ids"] if bool((steps < 0).any()) else []
         if packed:
             raise ValueError(
-                f"Packed sequences ({', '.join(packed)}) cannot be told apart in a recurrent state. Put each sequence in "
-                "a row of its own and pad on the left, or call the model without a cache."
+                f"Packed sequences ({', '.join(packed)}) cannot be told apart in a recurrent state. Put each sequence "
+                "in a row of its own and pad on the left, or call the model without a cache."
             )
 
     def _fill_in(
@@ -92,8 +92,8 @@ class ReplayBackbone(ReplacedClass):
         if has_attention and (given is None or (isinstance(given, torch.Tensor) and given.dim() == 2)):
             if given is not None and given.shape[1] not in (tokens, past + tokens):
                 raise ValueError(
-                    f"The attention mask has {given.shape[1]} columns. With {past} in the cache and {tokens} new ones it "
-                    f"takes {tokens} or {past + tokens} (or none, when there is no padding among the new ones)."
+                    f"The attention mask has {given.shape[1]} columns. With {past} in the cache and {tokens} new ones "
+                    f"it takes {tokens} or {past + tokens} (or none, when there is no padding among the new ones)."
                 )
             if given is not None and given.shape[1] == past + tokens and padding is None:
                 pass
@@ -118,9 +118,9 @@ class ReplayBackbone(ReplacedClass):
 
 def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tensor | None:
     """
-    Which of the new columns are tokens, (batch, tokens) bool, from any mask that a model of transformers is given: None,
-    (batch, columns) with at least the new ones, a dict of masks by layer type, or a 4D mask, which says nothing of
-    padding.
+    Which of the new columns are tokens, (batch, tokens) bool, from any mask that a model of transformers is given:
+    None, (batch, columns) with at least the new ones, a dict of masks by layer type, or a 4D mask, which says nothing
+    of padding.
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask.get("linear_attention")
@@ -128,8 +128,8 @@ def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tenso
         return None
     if attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
         raise ValueError(
-            f"The attention mask {tuple(attention_mask.shape)} does not cover the inputs: it takes a row for each of the "
-            f"{batch} rows and a column for each of the {tokens} new tokens (those in the cache may come before)."
+            f"The attention mask {tuple(attention_mask.shape)} does not cover the inputs: it takes a row for each of "
+            f"the {batch} rows and a column for each of the {tokens} new tokens (those in the cache may come before)."
         )
     return attention_mask[:, -tokens:].bool()
 

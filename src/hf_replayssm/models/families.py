@@ -89,9 +89,7 @@ def signature(config: Any) -> Signature:
     """The signature of a (text) config of a supported family."""
     family = family_of_config(config)
     layer_types, _ = get_layer_types_and_kwargs(config)
-    return Signature(
-        family.model_type, tuple(layer_types), tuple(getattr(config, name) for name in family.geometry)
-    )
+    return Signature(family.model_type, tuple(layer_types), tuple(getattr(config, name) for name in family.geometry))
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,8 @@ class LayerReport:
 
 def describe_layers(config: Any) -> list[LayerReport]:
     """Layer by layer, what a [`ReplayCache`] for this config holds. `ValueError` for an unsupported model."""
-    from ..cache import ReplayCache, ReplayLayer, attention_part
+    from ..cache import ReplayCache
+    from ..layers import ReplayLayer, attention_part
 
     config = config.get_text_config(decoder=True)
     cache = ReplayCache(config=config)

@@ -13,8 +13,10 @@ import torch
 from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
-from ..cache import ReplayCache, ReplayLayer, Segment
-from ..ops import mamba2
+from ..cache import ReplayCache
+from ..layers import ReplayLayer
+from ..ops import backend, mamba2
+from ..positions import Segment
 from .replaced import ReplacedClass
 
 
@@ -120,9 +122,11 @@ class ReplayMamba2Mixer(ReplacedClass):
             state = mamba2.fold(*inputs.tensors(), A, layer.checkpoint, segment.end.on(device))
             layer.flush_to(state, segment)
             return mamba2.read_out(C, x, self.D, state)
-        y = mamba2.replay(
-            C, *inputs.tensors(), A, self.D, layer.checkpoint, *_positions(segment, device)
-        )
+        operands = (C, *inputs.tensors(), A, self.D, layer.checkpoint)
+        if tokens == 1 and backend.resolve(layer.cache.replay_config.backend, device) == "triton":
+            y = mamba2.replay_one_token_triton(*operands, segment.end.tensor(device))
+        else:
+            y = mamba2.replay(*operands, *_positions(segment, device))
         layer.flush(segment)
         return y
 

@@ -1,8 +1,8 @@
 """
 Replacing the class of a module in place.
 
-A replacement is a subclass of the upstream class, with our mixin in front and upstream's names: `save_pretrained` writes
-the same architecture, `isinstance` holds, and it pickles by naming the two classes that it is made of.
+A replacement is a subclass of the upstream class, with our mixin in front and upstream's names: `save_pretrained`
+writes the same architecture, `isinstance` holds, and it pickles by naming the two classes that it is made of.
 """
 
 from __future__ import annotations

@@ -2,40 +2,54 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 
-OPS = ("mamba2 replay (decode step)", "mamba2 replay (window)", "mamba2 fold (flush)", "causal convolution")
+# Which ops have a kernel in `replayssm_kernels` (the folder kernels/ of the repository).
+OPS = {
+    "mamba2 replay, one token": True,
+    "mamba2 replay, window": False,
+    "mamba2 fold (flush)": False,
+    "causal convolution": False,
+}
 
 
-@functools.cache
-def triton_unavailable() -> str | None:
-    """Why Triton kernels cannot be used at all; None when they can."""
-    return "this release computes replay with PyTorch ops on every device"
+def triton_unavailable(device: torch.device) -> str | None:
+    """Why the Triton kernels cannot run on `device`; None when they can (on the CPU: in Triton's interpreter only)."""
+    try:
+        import replayssm_kernels
+    except ImportError as error:
+        return f"the package replayssm_kernels cannot be imported ({error})"
+    return replayssm_kernels.unavailable_reason(device)
 
 
 def resolve(backend: str, device: torch.device) -> str:
     """
-    `"torch"` or `"triton"` for tensors on `device`. `ValueError` when `backend="triton"` was asked for and cannot be had.
+    `"triton"` or `"torch"` for tensors on `device`, where the op has a kernel.
+
+    Raises:
+        ValueError: `backend="triton"` was asked for and cannot be had on this device.
     """
-    reason = triton_unavailable()
+    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+        return "torch"
+    reason = triton_unavailable(device)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend='triton'` is not available: {reason}. Use `backend='auto'` or 'torch'.")
-    if backend != "torch" and reason is None and device.type == "cuda":
-        return "triton"
-    return "torch"
+    return "torch" if reason is not None else "triton"
 
 
 def explain(device: torch.device | str, backend: str = "auto") -> list[tuple[str, str, str]]:
     """(op, backend, reason) for each op on `device`."""
     device = torch.device(device)
     chosen = resolve(backend, device)
-    if backend == "torch":
-        reason = "asked for"
-    elif chosen == "triton":
-        reason = f"Triton serves {device.type}"
-    else:
-        reason = triton_unavailable() or f"no Triton kernels for {device.type}"
-    return [(op, chosen, reason) for op in OPS]
+    rows = []
+    for op, has_kernel in OPS.items():
+        if backend == "torch":
+            rows.append((op, "torch", "asked for"))
+        elif chosen == "torch":
+            rows.append((op, "torch", triton_unavailable(device) or "the CPU path"))
+        elif not has_kernel:
+            rows.append((op, "torch", "no kernel for this op yet"))
+        else:
+            rows.append((op, "triton", f"kernel for {device.type} tensors"))
+    return rows

@@ -150,3 +150,21 @@ def mask_slots(
         torch.where(valid[..., None], B, zero),
         torch.where(valid, dt, zero),
     )
+
+
+def replay_one_token_triton(
+    C: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    checkpoint: torch.Tensor,
+    end: torch.Tensor,
+) -> torch.Tensor:
+    """[`replay`] of one token, as a Triton kernel. `end` (b,) is on the device and is not read on the host."""
+    from replayssm_kernels import replay_step
+
+    batch, heads, _, head_dim = x.shape
+    out = torch.empty((batch, heads, head_dim), dtype=torch.float32, device=x.device)
+    return replay_step(checkpoint, x, B, dt, end, A, C[:, 0], D, out=out)[:, None]

@@ -1,0 +1,38 @@
+"""The command line: `hf-replayssm perplexity | generate | doctor`, the same as `python -m hf_replayssm`."""
+
+from __future__ import annotations
+
+import typer
+
+from .doctor import doctor
+from .generate import generate
+from .perplexity import perplexity
+
+
+app = typer.Typer(
+    name="hf-replayssm",
+    help="ReplaySSM caching of Mamba-2 hybrid models in Hugging Face transformers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # errors are one line; see common.one_line_errors
+)
+app.command()(perplexity)
+app.command()(generate)
+app.command()(doctor)
+
+
+@app.callback(invoke_without_command=True)
+def _top(version: bool = typer.Option(False, "--version", help="Print the version and exit.", is_eager=True)) -> None:
+    if version:
+        from hf_replayssm.versions import __version__
+
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+def main() -> None:
+    """Entry point of the `hf-replayssm` command."""
+    app()
+
+
+__all__ = ["app", "main"]

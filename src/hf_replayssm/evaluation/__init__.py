@@ -1,0 +1,29 @@
+"""Perplexity, teacher-forced *through the cache*, and the comparison of two caches over the same tokens.
+
+A perplexity taken with one full forward never touches the decode path. Here every scored token but a context's first
+goes through the cache, one token at a time (``mode="step"``) or in windows (``mode="window"``); ``mode="full"`` is the
+one forward without a cache, over the same tokens, to hold the others against.
+
+    from hf_replayssm.evaluation import compare_caches, evaluate_perplexity, load_documents
+
+    documents = load_documents("Salesforce/wikitext", config="wikitext-2-raw-v1", split="test")
+    result = evaluate_perplexity(model, tokenizer, documents, mode="step", cache="replayssm", max_tokens=10_000)
+    print(result.perplexity, result.word_perplexity, result.bits_per_byte)
+"""
+
+from __future__ import annotations
+
+from .comparison import ComparisonResult, compare_caches
+from .data import join_documents, load_documents
+from .perplexity import DocumentScore, PerplexityResult, evaluate_perplexity
+
+
+__all__ = [
+    "ComparisonResult",
+    "DocumentScore",
+    "PerplexityResult",
+    "compare_caches",
+    "evaluate_perplexity",
+    "join_documents",
+    "load_documents",
+]

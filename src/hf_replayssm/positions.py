@@ -1,0 +1,172 @@
+"""
+Positions, and what one forward does to them: decided once for all layers, on the host.
+
+The tokens of a row are counted in two ways, which differ only where tokens were masked (padding): *columns* are what
+attention layers count, padding included; *tokens* are the real ones, which the recurrence has seen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+
+class Rows:
+    """
+    One integer for each row of the batch. `same` is that integer when all rows agree (the usual case, in which ops
+    take slices instead of gathers), else None.
+    """
+
+    def __init__(self, values: torch.Tensor):
+        self.values = values  # (batch,) int64, on the CPU
+        first = int(values[0])
+        self.same = first if bool((values == first).all()) else None
+        self._on: dict[torch.device, torch.Tensor] = {}
+
+    def on(self, device: torch.device) -> int | torch.Tensor:
+        """The shared integer, or the (batch,) tensor on `device`."""
+        return self.tensor(device) if self.same is None else self.same
+
+    def tensor(self, device: torch.device) -> torch.Tensor:
+        """(batch,) on `device`."""
+        if device not in self._on:
+            self._on[device] = self.values.to(device)
+        return self._on[device]
+
+    def __bool__(self) -> bool:
+        return self.same != 0
+
+
+@dataclass
+class Segment:
+    """
+    Some consecutive columns of a forward, and what a recurrent layer does with them.
+
+    `scan=False`: the tokens are appended to the buffer and replayed. `scan=True`: a prefill; all that is held and the
+    segment's own tokens are folded into the checkpoint, and the buffer is empty afterwards.
+    """
+
+    columns: slice
+    scan: bool
+    counts: Rows  # real tokens
+    start: Rows  # write position before the segment (after `fold_first`)
+    seen: Rows  # tokens that the row had seen before the segment
+    fold_first: Rows | None = None  # slots to fold before the tokens are appended
+    fold_last: Rows | None = None  # slots to fold after them: all of the row's, or 0
+    order: torch.Tensor | None = None  # (b, t): real tokens first; None when all are real
+    _on: dict[Any, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.columns.stop - self.columns.start
+
+    @cached_property
+    def end(self) -> Rows:
+        """One past the newest valid slot, once the tokens are appended."""
+        return Rows(self.start.values + self.counts.values)
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`order`, its inverse, and which tokens are real in that order, each (b, t), on `device`."""
+        if device not in self._on:
+            order = self.order.to(device)
+            real = torch.arange(self.num_tokens, device=device) < self.counts.tensor(device)[:, None]
+            self._on[device] = (order, order.argsort(1), real)
+        return self._on[device]
+
+    def real_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Gathers (b, t, c) into `order`; masked tokens become zero (a product would keep a NaN)."""
+        if self.order is None:
+            return tensor
+        order, _, real = self.on(tensor.device)
+        gathered = tensor.gather(1, order[..., None].expand(-1, -1, tensor.shape[-1]))
+        return torch.where(real[..., None], gathered, gathered.new_zeros(()))
+
+    def original_order(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The inverse of [`real_first`] for outputs (b, t, ...): zeros at masked columns."""
+        if self.order is None:
+            return tensor
+        _, inverse, real = self.on(tensor.device)
+        shape = (*real.shape, *[1] * (tensor.dim() - 2))
+        tensor = torch.where(real.view(shape), tensor, tensor.new_zeros(()))
+        return tensor.gather(1, inverse.view(shape).expand_as(tensor))
+
+    def ring_slots(self, kernel: int, ring: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """
+        Where the `kernel - 1` inputs before this segment lie in a ring of `ring` slots, oldest first, and which of
+        them exist (None: all). (K - 1,) when the rows agree, else (b, K - 1).
+        """
+        key = ("ring", kernel, ring, device)
+        if key not in self._on:
+            self._on[key] = ring_slots(self.seen, kernel - 1, ring, device)
+        return self._on[key]
+
+
+def ring_slots(seen: Rows, count: int, ring: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The ring slots of the newest `count` tokens of rows that have seen `seen`; see [`Segment.ring_slots`]."""
+    newest = torch.tensor(seen.same) if seen.same is not None else seen.values[:, None]
+    token = newest - count + torch.arange(count)
+    exists = token >= 0
+    return (token % ring).to(device), None if bool(exists.all()) else exists.to(device)
+
+
+@dataclass
+class ReplayForward:
+    """One forward through the model: its segments, and the positions that hold once it has ended."""
+
+    num_tokens: int
+    segments: list[Segment]
+    after: Positions
+    capacity: int  # slots that the buffers must have
+    ring: int  # tokens, beyond the convolution's own reach, whose raw inputs must be kept
+    grows: bool = False  # the buffers are too small for it
+    touched: bool = False  # a layer has begun to change
+
+
+@dataclass
+class Positions:
+    """
+    Where every row stands. All recurrent layers of a cache share one; it changes in `end_forward`, `crop`, row
+    operations and `reset` only. Tensors are (batch,) int64 on the CPU and are replaced, never written to.
+    """
+
+    columns: int = 0  # of the longest row
+    seen: torch.Tensor | None = None  # tokens
+    held: torch.Tensor | None = None  # tokens in the buffer: the write position
+    croppable: torch.Tensor | None = None  # newest columns that a crop may still remove
+    mask: torch.Tensor | None = None  # (batch, columns) bool: which columns are tokens; None when all are
+    holes: torch.Tensor | None = None  # columns on the left of each row that are there because another row is longer
+    since_crop: int = 0  # columns since the last crop
+    recording: bool = False
+
+    @property
+    def batch_size(self) -> int | None:
+        return None if self.seen is None else self.seen.shape[0]
+
+    def real_among_newest(self, columns: torch.Tensor) -> torch.Tensor:
+        """How many of the newest `columns` (batch,) columns of each row are tokens."""
+        if self.mask is None:
+            return columns
+        newest_first = torch.nn.functional.pad(self.mask.flip(1).long().cumsum(1), (1, 0))
+        return newest_first.gather(1, columns[:, None]).squeeze(1)
+
+    def columns_holding(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The most newest columns of each row among which there are no more than `tokens` (batch,) tokens."""
+        if self.mask is None:
+            return tokens
+        return (self.mask.flip(1).long().cumsum(1) <= tokens[:, None]).sum(1)
+
+    def select(self, index: torch.Tensor) -> Positions:
+        """The positions of the rows at `index`."""
+        pick = lambda rows: None if rows is None else rows.index_select(0, index)  # noqa: E731
+        return dataclasses.replace(
+            self,
+            seen=pick(self.seen),
+            held=pick(self.held),
+            croppable=pick(self.croppable),
+            mask=pick(self.mask),
+            holes=pick(self.holes),
+        )
