@@ -15,6 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .cache import ReplayCache
 from .config import ReplayConfig
+from .layers import REPLAY_LAYER_TYPES
 from .models.backbone import ReplayBackbone, bind
 from .models.families import FAMILIES, Family, family_of_config, signature, supported_families
 from .models.mamba2 import ReplayMamba2Mixer
