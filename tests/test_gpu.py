@@ -1,0 +1,134 @@
+"""Replay on an accelerator: the same answers as the whole-sequence forward there, with the kernels and without."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_models import FAMILY_NAMES, RTOL, assert_same_logits, random_ids, tiny_model
+
+import hf_replayssm
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA (or ROCm) device"),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def full_precision():
+    """The families are compared in float32, not in tf32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def pair(family: str, backend: str, dtype: torch.dtype = torch.float32):
+    """(untouched, enabled) on the device."""
+    model = tiny_model(family).to("cuda", dtype)
+    return model, hf_replayssm.enable(copy.deepcopy(model), backend=backend)
+
+
+def poison(cache) -> None:
+    for layer in cache.replay_layers:
+        for row, held in enumerate(cache.held.tolist()):
+            for buffer in layer.inputs.tensors():
+                buffer[row, :, held:] = float("nan")
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("buffer_len", [1, 4, 16])
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@torch.no_grad()
+def test_steps_windows_and_crops(family, buffer_len, backend):
+    untouched, enabled = pair(family, backend)
+    ids = random_ids(3, 80).cuda()
+    expected = untouched(input_ids=ids, use_cache=False).logits
+    cache = hf_replayssm.ReplayCache(config=enabled.config, buffer_len=buffer_len, backend=backend)
+    seen = 0
+
+    def append(tokens):
+        nonlocal seen
+        logits = enabled(input_ids=ids[:, seen : seen + tokens], cache=cache).logits
+        assert_same_logits(logits, expected[:, seen : seen + tokens])
+        seen += tokens
+        poison(cache)
+
+    for tokens in (7, *[1] * 20, 5, 1, 1, 3):
+        append(tokens)
+    cache.activate_past_recording()
+    for tokens, rejected in ((5, 3), (1, 0), (6, 6), (1, 1), (8, 2), (1, 0)):
+        append(tokens)
+        cache.crop(-rejected)
+        seen -= rejected
+    cache.record_past = False
+    for _ in range(18):
+        append(1)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@torch.no_grad()
+def test_rows_of_their_own(family):
+    """Left padding, then rows cropped by different counts: every row is as it would be alone."""
+    untouched, enabled = pair(family, "auto")
+    ids = random_ids(3, 40).cuda()
+    mask = torch.ones(3, 12, dtype=torch.long, device="cuda")
+    mask[1, :5] = mask[2, :9] = 0
+    alone = [
+        untouched(input_ids=row[None, 12 - int(n) :], use_cache=False).logits[0] for row, n in zip(ids, mask.sum(1))
+    ]
+    cache = hf_replayssm.ReplayCache(config=enabled.config, buffer_len=4)
+    cache.activate_past_recording()
+    enabled(input_ids=ids[:, :12], attention_mask=mask, cache=cache)
+    enabled(input_ids=ids[:, 12:18], cache=cache)
+    cache.crop(torch.tensor([-1, -5, -3]))
+    at = [17, 13, 15]
+    for _ in range(9):
+        new = torch.stack([row[i : i + 1] for row, i in zip(ids, at)])
+        logits = enabled(input_ids=new, cache=cache).logits
+        for row, position in enumerate(at):
+            assert_same_logits(logits[row], alone[row][position - 12 + int(mask[row].sum())][None])
+        at = [i + 1 for i in at]
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_generate(family):
+    untouched, enabled = pair(family, "auto")
+    ids = random_ids(1, 9).cuda()
+    expected = untouched.generate(ids, do_sample=False, max_new_tokens=40, use_cache=False)
+    assert torch.equal(enabled.generate(ids, do_sample=False, max_new_tokens=40), expected)
+    drafted = enabled.generate(
+        ids, do_sample=False, max_new_tokens=40, assistant_model=tiny_model(family, seed=1).cuda()
+    )
+    assert torch.equal(drafted, expected)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@torch.no_grad()
+def test_bfloat16_is_as_close_to_float32_as_the_whole_forward(family):
+    """Both compute in bfloat16; neither may be much further from the float32 model than the other."""
+    exact, _ = pair(family, "torch")
+    low, enabled = pair(family, "auto", torch.bfloat16)
+    ids = random_ids(4, 64).cuda()
+    expected = exact(input_ids=ids, use_cache=False).logits
+    error = lambda logits: float((logits.float() - expected).norm() / expected.norm())  # noqa: E731
+    cache = hf_replayssm.ReplayCache(config=enabled.config)
+    stepped = [enabled(input_ids=ids[:, t : t + 1], cache=cache).logits for t in range(64)]
+    whole = error(low(input_ids=ids, use_cache=False).logits)
+    assert error(torch.cat(stepped, 1)) < max(1.5 * whole, 20 * RTOL)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@torch.no_grad()
+def test_a_model_on_the_second_device():
+    """Kernels run on the device of their tensors, whichever is current."""
+    model = tiny_model("bamba").to("cuda:1")
+    ids = random_ids(2, 30).to("cuda:1")
+    expected = model(input_ids=ids, use_cache=False).logits
+    hf_replayssm.enable(model)
+    cache = hf_replayssm.ReplayCache(config=model.config)
+    logits = torch.cat([model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in range(30)], 1)
+    assert_same_logits(logits, expected)
