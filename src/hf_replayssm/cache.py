@@ -183,16 +183,17 @@ class ReplayCache(Cache):
         )
 
     def _plan_unrecorded(self, now: Positions, tokens: int, mask: torch.Tensor | None) -> ReplayForward:
-        """Nothing needs to be cropped later: a row that reaches `buffer_len` is folded whole."""
+        """Nothing needs to be cropped later: once a row reaches `buffer_len`, everything is folded."""
         buffer_len = self.replay_config.buffer_len
         after = self._extended(now, tokens, mask)
         counts = after.seen - now.seen
         capacity = max(buffer_len, self._capacity())
         if int(now.held.max()) + tokens <= capacity:
-            full = now.held + counts
-            full_rows = Rows(torch.where(full >= buffer_len, full, 0))
-            segment = self._segment(now.held, now.seen, slice(0, tokens), mask, fold_last=full_rows)
-            held = full - full_rows.values
+            # One row at `buffer_len` folds all rows: they stay in step, and the state is passed over once.
+            held = now.held + counts
+            flush = int(held.max()) >= buffer_len
+            segment = self._segment(now.held, now.seen, slice(0, tokens), mask, fold_last=Rows(held) if flush else None)
+            held = torch.zeros_like(held) if flush else held
         else:
             segment = self._segment(now.held, now.seen, slice(0, tokens), mask, scan=True)
             held = torch.zeros_like(counts)
@@ -227,7 +228,7 @@ class ReplayCache(Cache):
                 keep = max(now.since_crop, min(window, capacity - tokens))
                 keep = torch.full_like(held, keep).minimum(croppable)
                 keep = now.real_among_newest(keep)
-                fold_first = Rows(torch.where(held + counts > capacity, held - keep, 0))
+                fold_first = Rows(held - keep)
                 held = held - fold_first.values
                 croppable = croppable.minimum(now.columns_holding(held))
                 fold_first = fold_first or None

@@ -152,7 +152,7 @@ class ReplayLayer(LinearAttentionLayer):
         self.inputs.write((x, B, dt), segment)
 
     def flush(self, segment: Segment) -> None:
-        """Folds the rows that have come to `buffer_len`, if any."""
+        """Folds everything, if this segment is the one that fills the buffer."""
         if segment.fold_last is not None:
             self._write_checkpoint(self._fold(segment.fold_last), segment.fold_last)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import torch
 
 
@@ -35,7 +38,15 @@ def resolve(backend: str, device: torch.device) -> str:
     reason = triton_unavailable(device)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend='triton'` is not available: {reason}. Use `backend='auto'` or 'torch'.")
-    return "torch" if reason is not None else "triton"
+    if reason is not None:
+        _warn_once(f"Replay runs as PyTorch ops on {device.type}, which is slower than its Triton kernels: {reason}.")
+        return "torch"
+    return "triton"
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=3)
 
 
 def explain(device: torch.device | str, backend: str = "auto") -> list[tuple[str, str, str]]:
