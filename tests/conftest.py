@@ -1,0 +1,40 @@
+"""Fixtures and guards of the whole suite."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import pytest
+import torch
+import transformers
+from tiny_models import FAMILY_NAMES, SHARED_MODELS
+
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(params=FAMILY_NAMES)
+def family(request: pytest.FixtureRequest) -> str:
+    """Each Mamba-2 family of transformers once."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks():
+    """A test leaves the shared models and the library as it found them, and a failed one spoils no other."""
+    yield
+    package = sys.modules.get("hf_replayssm")
+    if package is None:
+        return
+    package.disable()  # the global switch: later loads come untouched again
+    for name, model in SHARED_MODELS.items():
+        assert not package.is_enabled(model), f"the shared model {name} was enabled by a test"
+        touched = [key for key, parameter in model.named_parameters() if parameter.grad is not None]
+        assert not model.training and not touched, f"the shared model {name} was trained by a test"

@@ -1,0 +1,568 @@
+"""Tiny random models of the six Mamba-2 families, and the comparisons that the tests share.
+
+The weights are drawn anew (not transformers' initialisation), because with the usual one a test passes that should
+not: convolution weights are small and the skip `D x` drowns the state, so that a cache which never rolls back looks
+right. Here the convolution is scaled up, D down, and the memory is long (`A dt` from 1e-3 to 0.2 per token).
+`test_tiny_models.py` asserts that zeroing the state moves the logits by about their own size.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import torch
+from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
+    DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
+    PreTrainedModel,
+    Zamba2Config,
+    Zamba2ForCausalLM,
+)
+
+
+VOCAB = 89
+FIRST_TOKEN = 3  # ids below are pad, bos and eos: never drawn, so that no prompt contains padding by accident
+BUFFER_LENS = (1, 4, 16)
+
+_COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "max_position_embeddings": 4096}
+
+# Six heads in two groups everywhere, so three heads share one B and C; the dimensions differ from one another, so that
+# no two axes can be taken for each other.
+FAMILIES: dict[str, tuple[type, type, dict]] = {
+    "mamba2": (
+        Mamba2Config,
+        Mamba2ForCausalLM,
+        dict(num_heads=6, head_dim=16, state_size=10, n_groups=2, num_hidden_layers=3, chunk_size=8, use_bias=True),
+    ),
+    "bamba": (
+        BambaConfig,
+        BambaForCausalLM,
+        dict(
+            **_ATTENTION,
+            **_ROPE,
+            num_hidden_layers=3,
+            attn_layer_indices=[1],
+            mamba_n_heads=6,
+            mamba_d_head=16,
+            mamba_n_groups=2,
+            mamba_d_state=11,
+            mamba_chunk_size=8,
+        ),
+    ),
+    "zamba2": (
+        Zamba2Config,
+        Zamba2ForCausalLM,
+        dict(
+            **{**_ATTENTION, "num_key_value_heads": 4},  # its adapters need as many as heads
+            **_ROPE,
+            num_hidden_layers=4,
+            layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            mamba_d_state=9,
+            mamba_ngroups=2,
+            n_mamba_heads=6,
+            chunk_size=8,
+            use_mem_rope=True,
+            use_shared_attention_adapter=True,
+            adapter_rank=3,
+            add_bias_linear=True,
+            time_step_min=0.08,
+            time_step_max=0.4,
+        ),
+    ),
+    "nemotron_h": (
+        NemotronHConfig,
+        NemotronHForCausalLM,
+        dict(
+            **_ATTENTION,
+            head_dim=12,
+            layers_block_type=["linear_attention", "moe", "full_attention", "linear_attention", "mlp"],
+            mamba_num_heads=6,
+            mamba_head_dim=14,
+            ssm_state_size=10,
+            n_groups=2,
+            chunk_size=8,
+            n_routed_experts=4,
+            moe_intermediate_size=24,
+            moe_shared_expert_intermediate_size=24,
+            time_step_min=0.08,
+            time_step_max=0.4,
+        ),
+    ),
+    "falcon_h1": (
+        FalconH1Config,
+        FalconH1ForCausalLM,
+        dict(
+            **_ATTENTION,
+            **_ROPE,
+            num_hidden_layers=2,
+            mamba_d_ssm=84,
+            mamba_n_heads=6,
+            mamba_d_head=14,
+            mamba_n_groups=2,
+            mamba_d_state=10,
+            mamba_chunk_size=8,
+            mamba_rms_norm=False,
+            ssm_multipliers=[0.8, 1.3, 0.7, 1.2, 0.6],
+            ssm_in_multiplier=1.4,
+            ssm_out_multiplier=0.3,
+            attention_in_multiplier=0.9,
+            attention_out_multiplier=1.6,
+            key_multiplier=0.8,
+            mlp_multipliers=[0.9, 0.7],
+            lm_head_multiplier=1.2,
+            embedding_multiplier=0.5,
+        ),
+    ),
+    "granitemoehybrid": (
+        GraniteMoeHybridConfig,
+        GraniteMoeHybridForCausalLM,
+        dict(
+            **_ATTENTION,
+            **_ROPE,
+            num_hidden_layers=3,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            position_embedding_type="rope",
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            shared_intermediate_size=40,
+            mamba_n_heads=6,
+            mamba_d_head=16,
+            mamba_n_groups=2,
+            mamba_d_state=13,
+            mamba_chunk_size=8,
+            mamba_proj_bias=True,
+            embedding_multiplier=1.5,
+            residual_multiplier=0.9,
+            attention_multiplier=0.3,
+            logits_scaling=1.1,
+        ),
+    ),
+}
+FAMILY_NAMES = tuple(FAMILIES)
+
+# With the gated norm the mixer's output is about 1, without it several times that.
+_NORMED = {"mamba_rms_norm": True, "ssm_out_multiplier": 1.3, "attention_out_multiplier": 0.8}
+
+# Further shapes: name -> (family, config overrides).
+VARIANTS: dict[str, tuple[str, dict]] = {
+    "mamba2_kernel3": ("mamba2", {"conv_kernel": 3, "use_bias": False}),
+    "mamba2_one_group_no_conv_bias": ("mamba2", {"n_groups": 1, "use_conv_bias": False, "chunk_size": 256}),
+    "mamba2_head_per_group": ("mamba2", {"n_groups": 6, "state_size": 7}),
+    "mamba2_dt_limit": ("mamba2", {"time_step_limit": (0.08, 0.3)}),
+    "bamba_dt_limit": ("bamba", {"time_step_limit": (0.05, 0.25), "attn_layer_indices": [0]}),
+    "zamba2_plain": (
+        "zamba2",
+        {
+            "use_mem_rope": False,
+            "use_shared_attention_adapter": False,
+            "num_key_value_heads": 2,
+            "num_mem_blocks": 2,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "zamba2_no_bias_kernel3": ("zamba2", {"add_bias_linear": False, "mamba_d_conv": 3, "time_step_min": 0.001}),
+    "nemotron_h_bias": ("nemotron_h", {"use_bias": True, "conv_kernel": 3}),
+    "falcon_h1_norm": ("falcon_h1", {"mamba_norm_before_gate": True, **_NORMED}),
+    "falcon_h1_norm_after_gate": ("falcon_h1", {"mamba_norm_before_gate": False, **_NORMED}),
+    "falcon_h1_bias_kernel3": ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True, "mamba_d_conv": 3}),
+    "granitemoehybrid_dense": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
+}
+VARIANT_NAMES = tuple(VARIANTS)
+# The variants cheap and different enough to take part in the default run of the invariants.
+ALL_NAMES = FAMILY_NAMES + VARIANT_NAMES
+
+# Families whose cached single step upstream skips the dt limit, so that upstream's own cached tokens may differ from
+# its whole-sequence forward wherever the limit bites.
+UPSTREAM_STEP_DIFFERS = {"zamba2", "nemotron_h", "mamba2_dt_limit", "bamba_dt_limit", "nemotron_h_bias"}
+UPSTREAM_STEP_DIFFERS |= {name for name, (family, _) in VARIANTS.items() if family in ("zamba2", "nemotron_h")}
+
+
+def family_of(name: str) -> str:
+    return VARIANTS[name][0] if name in VARIANTS else name
+
+
+def tiny_config(name: str, **overrides):
+    """Config of the family or variant `name`; `overrides` are config fields."""
+    family, extra = VARIANTS[name] if name in VARIANTS else (name, {})
+    config_class, _, fields = FAMILIES[family]
+    return config_class(**{**_COMMON, **fields, **extra, **overrides})
+
+
+def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The Mamba-2 mixers of a model, in layer order."""
+    return [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "dt_bias")]
+
+
+def replay_layers(cache) -> list:
+    """The recurrent layers of a replay cache, in layer order."""
+    return [layer for layer in cache.layers if hasattr(layer, "checkpoint")]
+
+
+def mamba_layer_indices(config) -> list[int]:
+    return [index for index, kind in enumerate(config.layer_types) if kind in ("linear_attention", "hybrid")]
+
+
+def has_attention(config) -> bool:
+    return any(kind in ("full_attention", "hybrid") for kind in config.layer_types)
+
+
+@torch.no_grad()
+def _draw_weights(model: PreTrainedModel, seed: int) -> None:
+    generator = torch.Generator().manual_seed(1000 + seed)
+
+    def normal(like: torch.Tensor, std: float) -> torch.Tensor:
+        return torch.randn(like.shape, generator=generator) * std
+
+    def uniform(like: torch.Tensor, low: float, high: float) -> torch.Tensor:
+        return low + (high - low) * torch.rand(like.shape, generator=generator)
+
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    done = set()
+    for mixer in mixers(model):
+        inner = mixer.D.shape[0] * mixer.head_dim
+        conv_dim = mixer.conv1d.weight.shape[0]
+        heads = mixer.D.shape[0]
+        # Rows of in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias does from head
+        # to head.
+        weight = normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1]))
+        weight[inner + conv_dim :] *= 0.5
+        mixer.in_proj.weight.copy_(weight)
+        mixer.conv1d.weight.copy_(normal(mixer.conv1d.weight, 0.7) + 0.4)
+        if mixer.conv1d.bias is not None:
+            mixer.conv1d.bias.copy_(normal(mixer.conv1d.bias, 0.2))
+        dt = torch.exp(uniform(mixer.dt_bias, math.log(0.04), math.log(0.5)))
+        mixer.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        mixer.A_log.copy_(uniform(mixer.A_log, math.log(0.03), math.log(0.4)))
+        mixer.D.copy_(normal(mixer.D, 0.1))
+        mixer.out_proj.weight.copy_(normal(mixer.out_proj.weight, 1.5 / math.sqrt(inner)))
+        for linear in (mixer.in_proj, mixer.out_proj):
+            if linear.bias is not None:
+                linear.bias.copy_(normal(linear.bias, 0.3))
+        if heads and isinstance(getattr(mixer.norm, "weight", None), torch.nn.Parameter):
+            mixer.norm.weight.copy_(1 + normal(mixer.norm.weight, 0.1))
+        done.update(id(parameter) for parameter in mixer.parameters())
+    embedding.weight.copy_(normal(embedding.weight, 0.5))
+    done.add(id(embedding.weight))
+    if id(head.weight) not in done:
+        head.weight.copy_(normal(head.weight, 1.5 / math.sqrt(head.weight.shape[1])))
+        done.add(id(head.weight))
+    for name, parameter in model.named_parameters():
+        if id(parameter) in done:
+            continue
+        if parameter.dim() >= 2:
+            gain = 1.3 if any(part in name for part in ("q_proj", "k_proj", "v_proj", "o_proj")) else 0.8
+            parameter.copy_(normal(parameter, gain / math.sqrt(parameter.shape[-1])))
+        elif parameter.mean() > 0.5:  # a norm's scale
+            parameter.copy_(1 + normal(parameter, 0.1))
+        else:
+            parameter.copy_(normal(parameter, 0.1))
+
+
+def tiny_model(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
+    """A fresh tiny model of the family (or variant) `name`, in eval mode and fp32; `overrides` are config fields."""
+    _, model_class, _ = FAMILIES[family_of(name)]
+    torch.manual_seed(seed)
+    model = model_class(tiny_config(name, **overrides)).eval()
+    _draw_weights(model, seed)
+    model.requires_grad_(False)
+    # Tokens of a random model mean nothing: generation runs to its length, unless a test sets an end token.
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model
+
+
+SHARED_MODELS: dict[str, PreTrainedModel] = {}
+
+
+def shared_model(name: str) -> PreTrainedModel:
+    """The untouched model of `name`, shared by all tests: never enabled, never changed (conftest checks it)."""
+    if name not in SHARED_MODELS:
+        SHARED_MODELS[name] = tiny_model(name)
+    return SHARED_MODELS[name]
+
+
+def copy_of(name: str) -> PreTrainedModel:
+    """A copy of the shared model that a test may do with as it likes."""
+    return copy.deepcopy(shared_model(name))
+
+
+def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Token ids (batch, length), without pad, bos and eos."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(FIRST_TOKEN, VOCAB, (batch, length), generator=generator)
+
+
+# ------------------------------------------------------------------------------------------------ comparisons
+RTOL = 1e-4
+
+
+@torch.no_grad()
+def whole_forward(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Logits (batch, length, vocab) of one forward over the whole sequence, without a cache."""
+    return model(input_ids=ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def greedy_without_cache(model: PreTrainedModel, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    """Greedy continuation (batch, length + new_tokens), one whole forward per token."""
+    for _ in range(new_tokens):
+        ids = torch.cat([ids, whole_forward(model, ids)[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest deviation of any position, relative to the largest logit of that position; infinite where not finite."""
+    assert actual.shape == expected.shape, (tuple(actual.shape), tuple(expected.shape))
+    if actual.numel() == 0:
+        return 0.0
+    if not torch.isfinite(actual).all():
+        return math.inf
+    actual, expected = actual.double(), expected.double()
+    scale = expected.abs().amax(dim=-1, keepdim=True).clamp(min=1e-6)
+    return ((actual - expected).abs() / scale).max().item()
+
+
+def assert_same_logits(actual: torch.Tensor, expected: torch.Tensor, rtol: float = RTOL, what: str = "") -> None:
+    error = relative_error(actual, expected)
+    assert error <= rtol, f"{what or 'logits'}: relative error {error:.2e}, allowed {rtol:.0e}"
+
+
+# ------------------------------------------------------------------------------------------------ replay sessions
+# From here on hf_replayssm is needed; it is imported where it is used, so that test_tiny_models.py runs without it.
+ENABLED_MODELS: dict[str, PreTrainedModel] = {}
+
+
+def enabled_model(name: str) -> PreTrainedModel:
+    """The enabled twin of `shared_model(name)`, shared by the tests that only run it."""
+    import hf_replayssm
+
+    if name not in ENABLED_MODELS:
+        ENABLED_MODELS[name] = hf_replayssm.enable(copy_of(name))
+    return ENABLED_MODELS[name]
+
+
+def poison(cache) -> None:
+    """Fill every unused buffer slot with NaN: a read of one that is not masked by `where` cannot go unseen."""
+    for layer in replay_layers(cache):
+        if layer.inputs is None or layer.inputs.x is None:
+            continue
+        for row, held in enumerate(cache.held.tolist()):
+            layer.inputs.x[row, :, held:] = math.nan
+            layer.inputs.B[row, :, held:] = math.nan
+            layer.inputs.dt[row, :, held:] = math.nan
+
+
+def fingerprint(thing, path: str = "cache", seen: set | None = None) -> dict[str, object]:
+    """Everything a cache holds, flat: path -> copy of a tensor, or a plain value. Independent of the cache's own copies."""
+    seen = set() if seen is None else seen
+    if isinstance(thing, torch.Tensor):
+        return {path: thing.detach().clone()}
+    if thing is None or isinstance(thing, (bool, int, float, str, torch.dtype, torch.device)):
+        return {path: thing}
+    if id(thing) in seen or callable(thing) or isinstance(thing, torch.nn.Module) or hasattr(thing, "model_type"):
+        return {}
+    seen.add(id(thing))
+    if isinstance(thing, dict):
+        items = list(thing.items())
+    elif isinstance(thing, (list, tuple)):
+        items = list(enumerate(thing))
+    else:
+        items = list(getattr(thing, "__dict__", {}).items())
+        items += [(name, getattr(thing, name)) for name in getattr(type(thing), "__slots__", ()) if hasattr(thing, name)]
+    found: dict[str, object] = {}
+    for key, value in items:
+        found.update(fingerprint(value, f"{path}.{key}", seen))
+    return found
+
+
+def assert_unchanged(before: dict[str, object], cache) -> None:
+    """The cache holds exactly what it held when `before = fingerprint(cache)` was taken (NaN equals NaN)."""
+    after = fingerprint(cache)
+    assert after.keys() == before.keys(), before.keys() ^ after.keys()
+    for path, value in before.items():
+        if isinstance(value, torch.Tensor):
+            now = after[path]
+            assert value.shape == now.shape and value.dtype == now.dtype, path
+            assert torch.equal(torch.nan_to_num(value.float()), torch.nan_to_num(now.float())), path
+        else:
+            assert value == after[path], (path, value, after[path])
+
+
+_reference_states: dict[tuple[str, tuple[int, ...]], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+
+
+@torch.no_grad()
+def reference_states(name: str, rows: list[list[int]]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """For each row of tokens its states per Mamba layer: recurrent (heads, head_dim, state), convolution (dim, kernel).
+
+    From upstream's cache after one forward over the whole sequence, which applies the dt limit. Rows of one length
+    share a forward, and the last few hundred results are kept."""
+    model = shared_model(name)
+    keys = [(name, tuple(row)) for row in rows]
+    missing = sorted({key for key in keys if key not in _reference_states}, key=lambda key: len(key[1]))
+    if len(_reference_states) > 400:
+        _reference_states.clear()
+        missing = sorted(set(keys), key=lambda key: len(key[1]))
+    for length, group in itertools.groupby(missing, key=lambda key: len(key[1])):
+        group = list(group)
+        if length == 0:
+            recurrent = [torch.zeros(m.D.shape[0], m.head_dim, m.ssm_state_size) for m in mixers(model)]
+            convolution = [torch.zeros(m.conv1d.weight.shape[0], m.conv_kernel_size) for m in mixers(model)]
+            _reference_states[group[0]] = recurrent, convolution
+            continue
+        cache = DynamicCache(config=model.config)
+        model(input_ids=torch.tensor([tokens for _, tokens in group]), cache=cache, use_cache=True)
+        layers = [cache.layers[index] for index in mamba_layer_indices(model.config)]
+        for row, key in enumerate(group):
+            _reference_states[key] = (
+                [layer.recurrent_states[0][row].clone() for layer in layers],
+                [layer.conv_states[0][row].clone() for layer in layers],
+            )
+    return [_reference_states[key] for key in keys]
+
+
+@torch.no_grad()
+def reference_logits(name: str, sequences: list[tuple[int, ...]]) -> dict[tuple[int, ...], torch.Tensor]:
+    """Logits (length, vocab) of whole-sequence forwards without a cache, for sequences of any lengths.
+
+    They run together, filled up on the right: the model is causal, so what follows a sequence does not change it."""
+    model = shared_model(name)
+    longest = sorted(set(sequences), key=len, reverse=True)
+    kept: list[tuple[int, ...]] = []
+    inside: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for sequence in longest:
+        inside[sequence] = next((other for other in kept if other[: len(sequence)] == sequence), sequence)
+        if inside[sequence] is sequence:
+            kept.append(sequence)
+    logits: dict[tuple[int, ...], torch.Tensor] = {}
+    for begin in range(0, len(kept), 32):
+        batch = kept[begin : begin + 32]
+        ids = torch.full((len(batch), len(batch[0])), FIRST_TOKEN)
+        for row, sequence in enumerate(batch):
+            ids[row, : len(sequence)] = torch.tensor(sequence)
+        for sequence, row in zip(batch, whole_forward(model, ids)):
+            logits[sequence] = row
+    return {sequence: logits[inside[sequence]][: len(sequence)] for sequence in sequences}
+
+
+class Session:
+    """A replay cache beside what each of its rows must have seen.
+
+    `columns` holds for each row the columns that the cache counts: a token, or None where it was masked. Each forward's
+    logits are kept and, at the next crop or `verify`, compared with the untouched model's forward over exactly the
+    row's tokens, without padding and without a cache. Unused slots are poisoned before each forward.
+    """
+
+    def __init__(self, name: str, batch: int = 1, cache=None, model=None, rtol: float = RTOL, **config):
+        import hf_replayssm
+
+        self.name = name
+        self.reference = shared_model(name)
+        self.model = enabled_model(name) if model is None else model
+        self.cache = hf_replayssm.ReplayCache(config=self.model.config, **config) if cache is None else cache
+        self.rtol = rtol
+        self._next_seed = 0
+        self.forget(batch)
+
+    def forget(self, batch: int) -> None:
+        """Expect an empty cache of `batch` rows."""
+        self.columns: list[list[int | None]] = [[] for _ in range(batch)]
+        self.pending: list[tuple[str, tuple[int, ...], torch.Tensor]] = []  # row, tokens so far, the newest's logits
+
+    @property
+    def batch(self) -> int:
+        return len(self.columns)
+
+    @property
+    def history(self) -> list[list[int]]:
+        """The tokens that each row has seen."""
+        return [[token for token in row if token is not None] for row in self.columns]
+
+    def fresh_ids(self, length: int) -> torch.Tensor:
+        """New random tokens (batch, length); each call gives others."""
+        self._next_seed += 1
+        return random_ids(self.batch, length, seed=1000 * self._next_seed + length)
+
+    @torch.no_grad()
+    def append(self, tokens: int | torch.Tensor, mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
+        """One forward over `tokens` new random tokens (or these ids), of which `mask` (batch, T) says which are real."""
+        ids = self.fresh_ids(tokens) if isinstance(tokens, int) else tokens
+        if mask is not None:
+            kwargs.setdefault("attention_mask", mask)
+        poison(self.cache)
+        out = self.model(input_ids=ids, cache=self.cache, use_cache=True, **kwargs)
+        assert out.cache is self.cache, "the forward used another cache than the one it was given"
+        assert torch.isfinite(out.logits).all(), "logits are not finite"
+        real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
+        for row, columns in enumerate(self.columns):
+            columns += [token if keep else None for token, keep in zip(ids[row].tolist(), real[row].tolist())]
+            if real[row].any():
+                self.pending.append((f"row {row}", tuple(self.history[row]), out.logits[row, real[row]].float()))
+        return out.logits
+
+    def compare(self) -> None:
+        """Compare the logits of all forwards since the last comparison."""
+        expected = reference_logits(self.name, [tokens for _, tokens, _ in self.pending])
+        for row, tokens, logits in self.pending:
+            start = len(tokens) - len(logits)
+            what = f"{self.name}, {row}, positions {start} to {len(tokens) - 1}"
+            assert_same_logits(logits, expected[tokens][start:], self.rtol, what)
+        self.pending.clear()
+
+    def crop(self, counts: int | list[int]) -> None:
+        """Remove `counts` (positive here) newest columns, of every row or per row."""
+        per_row = [counts] * self.batch if isinstance(counts, int) else counts
+        self.cache.crop(-counts if isinstance(counts, int) else -torch.tensor(counts))
+        self.columns = [row[: len(row) - count] for row, count in zip(self.columns, per_row)]
+
+    def select(self, indices: list[int]) -> None:
+        """Expect the rows at `indices`: what the cache holds after an operation that took these rows of the old ones."""
+        self.columns = [list(self.columns[index]) for index in indices]
+
+    def check_states(self) -> None:
+        """Recurrent and convolution states, pending inputs included, equal the reference's of the same tokens."""
+        history = self.history
+        for row, (recurrent, convolution) in enumerate(reference_states(self.name, history)):
+            for layer_idx, state, conv in zip(mamba_layer_indices(self.model.config), recurrent, convolution):
+                for expected, got, what in (
+                    (state, self.cache.get_recurrent_state(layer_idx), "recurrent state"),
+                    (conv, self.cache.get_conv_state(layer_idx), "convolution history"),
+                ):
+                    if got is None:
+                        assert not history[row], f"no {what} in layer {layer_idx}"
+                        continue
+                    assert got[row].shape == expected.shape, (what, tuple(got[row].shape), tuple(expected.shape))
+                    error = (got[row].float() - expected).abs().max() / expected.abs().max().clamp(min=1e-2)
+                    assert error <= self.rtol, f"{what} of row {row}, layer {layer_idx}: relative error {error:.2e}"
+
+    def verify(self) -> None:
+        """Logits so far, length, states and, on a copy, the logits of the next three tokens."""
+        longest = max(len(row) for row in self.columns)
+        if all(None not in row for row in self.columns):
+            assert self.cache.get_seq_length() == longest
+        self.check_states()
+        other = self.copy()
+        for tokens in (1, 2):
+            other.append(tokens)
+        other.compare()  # its own and this one's
+        self.pending.clear()
+
+    def copy(self) -> Session:
+        other = copy.copy(self)
+        other.cache = copy.deepcopy(self.cache)
+        other.columns = [list(row) for row in self.columns]
+        other.pending = list(self.pending)
+        return other
