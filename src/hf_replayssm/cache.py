@@ -124,6 +124,8 @@ class ReplayCache(Cache):
                 "The last forward through this cache failed half-way, so its layers no longer agree. Call "
                 "`cache.reset()` and start over, or `cache.restore(...)` a snapshot taken before."
             )
+        if num_tokens == 0:
+            raise ValueError("A forward through a cache takes at least one token; this one has none.")
         if now.batch_size not in (None, batch_size):
             raise ValueError(
                 f"This cache holds a batch of {now.batch_size}, and the inputs are a batch of {batch_size}. Use a new "

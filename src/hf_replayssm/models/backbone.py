@@ -39,9 +39,8 @@ class ReplayBackbone(ReplacedClass):
         if inputs is None:
             return super().forward(**arguments)  # upstream's own error
         batch, tokens = inputs.shape[:2]
-        self._check(cache, arguments, tokens)
-
         mask = new_tokens_mask(arguments.get("attention_mask"), batch, tokens)
+        self._check(cache, arguments, tokens, mask)
         cache.begin_forward(tokens, batch, mask)
         try:
             self._fill_in(cache, arguments, inputs, tokens, mask)
@@ -52,7 +51,7 @@ class ReplayBackbone(ReplacedClass):
         cache.end_forward()
         return outputs
 
-    def _check(self, cache: ReplayCache, arguments: dict[str, Any], tokens: int) -> None:
+    def _check(self, cache: ReplayCache, arguments: dict[str, Any], tokens: int, mask: torch.Tensor | None) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
         ours = signature(self.config)
         if cache.signature != ours:
@@ -68,9 +67,11 @@ class ReplayBackbone(ReplacedClass):
         packed = [name for name in PACKED_SEQUENCE_ARGUMENTS if arguments.get(name) is not None]
         position_ids = arguments.get("position_ids")
         if not packed and cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
-            # Padding repeats position 0 (or 1) on the left; a restart *after* a larger position is another sequence.
-            steps = position_ids[..., -tokens:].diff(dim=-1)
-            packed = ["position_ids"] if bool((steps < 0).any()) else []
+            # Positions that start anew in a row. (Under padding they may be anything.)
+            restarts = position_ids[..., -tokens:].diff(dim=-1) < 0
+            if mask is not None:
+                restarts = restarts & mask[:, 1:] & mask[:, :-1]
+            packed = ["position_ids"] if bool(restarts.any()) else []
         if packed:
             raise ValueError(
                 f"Packed sequences ({', '.join(packed)}) cannot be told apart in a recurrent state. Put each sequence "

@@ -21,10 +21,10 @@ from .replaced import ReplacedClass
 
 
 class RefuseBackward(torch.autograd.Function):
-    """Passes `y` on; a gradient that comes back is refused, rather than lost without a word."""
+    """Passes `y` on; a gradient that comes back for one of `inputs` is refused, rather than lost without a word."""
 
     @staticmethod
-    def forward(ctx, y: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
         return y.view_as(y)
 
     @staticmethod
@@ -76,7 +76,7 @@ class ReplayMamba2Mixer(ReplacedClass):
             ]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if torch.is_grad_enabled():
-            y = RefuseBackward.apply(y, xBC)
+            y = RefuseBackward.apply(y, xBC, dt, A, self.D, self.conv1d.weight, self.conv1d.bias)
         return self.out_proj(self._gated_norm(y.flatten(2), gate).to(hidden_states.dtype))
 
     def _replay_segment(
