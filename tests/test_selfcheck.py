@@ -7,7 +7,7 @@ import tiny_models
 import torch
 
 import hf_replayssm
-from hf_replayssm.models.families import FAMILIES
+from hf_replayssm.families import FAMILIES
 from hf_replayssm.selfcheck import _KEPT, TOLERANCE, run_self_checks, self_check, tiny_config, tiny_model
 
 

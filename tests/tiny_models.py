@@ -278,9 +278,10 @@ def tiny_model(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     model = model_class(tiny_config(name, **overrides)).eval()
     _draw_weights(model, seed)
     model.requires_grad_(False)
-    # Tokens of a random model mean nothing: generation runs to its length, unless a test sets an end token.
+    # Tokens of a random model mean nothing: generation runs to its length, unless a test sets an end token. Without a
+    # pad token generate() cannot take a generated token for padding either (it does where no mask is given).
     model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model.generation_config.pad_token_id = None
     return model
 
 
@@ -384,6 +385,8 @@ def fingerprint(thing, path: str = "cache", seen: set | None = None) -> dict[str
         items += [(name, getattr(thing, name)) for name in getattr(type(thing), "__slots__", ()) if hasattr(thing, name)]
     found: dict[str, object] = {}
     for key, value in items:
+        if key == "_is_user_defined":  # upstream's generate() marks the cache that it was given
+            continue
         found.update(fingerprint(value, f"{path}.{key}", seen))
     return found
 
@@ -529,8 +532,14 @@ class Session:
         self.columns = [row[: len(row) - count] for row, count in zip(self.columns, per_row)]
 
     def select(self, indices: list[int]) -> None:
-        """Expect the rows at `indices`: what the cache holds after an operation that took these rows of the old ones."""
-        self.columns = [list(self.columns[index]) for index in indices]
+        """Expect the rows at `indices`: what the cache holds after an operation that took these rows of the old ones.
+
+        A row shorter than the longest is padded on the left, and may stay so when the longest is gone."""
+        longest = max(len(row) for row in self.columns)
+        rows = [self.columns[index] for index in indices]
+        if max(len(row) for row in rows) < longest:
+            rows = [[None] * (longest - len(row)) + row for row in rows]
+        self.columns = [list(row) for row in rows]
 
     def check_states(self) -> None:
         """Recurrent and convolution states, pending inputs included, equal the reference's of the same tokens."""

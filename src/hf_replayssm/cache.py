@@ -25,6 +25,7 @@ from transformers.cache_utils import (
 )
 
 from .config import ReplayConfig
+from .families import family_of_config, signature
 from .layers import REPLAY_LAYER_TYPES, CropError, ReplayLayer, attention_part
 from .positions import Positions, ReplayForward, Rows, Segment
 
@@ -85,8 +86,6 @@ class ReplayCache(Cache):
     """
 
     def __init__(self, config=None, replay_config: ReplayConfig | None = None, **fields: Any):
-        from .models.families import family_of_config, signature
-
         if config is None:
             raise ValueError("A ReplayCache is built for a model: pass `config=model.config`.")
         self.replay_config = (replay_config or ReplayConfig()).replace(**fields)
@@ -316,6 +315,10 @@ class ReplayCache(Cache):
         """
         Removes the newest columns, exactly as if they had never been seen.
 
+        Croppable are all columns since the last crop, over any number of forwards, and the newest `max_window`. Of a
+        prefill (a first forward, or a later one of more than 256 columns and of `buffer_len + max_window`) only the
+        latter are.
+
         Args:
             tokens_to_remove: a count <= 0 for all rows, or a (batch,) integer tensor of counts <= 0. After the latter
                 the rows have lengths of their own: `get_seq_length` is the longest, and shorter rows are padded on
@@ -337,12 +340,22 @@ class ReplayCache(Cache):
             row = int((counts - now.croppable).argmax())
             raise CropError(
                 f"Cannot crop {int(counts[row])} tokens: {int(now.croppable[row])} can be removed "
-                f"(in row {row}). The cache keeps the newest `max_window` ({self.max_window}) tokens and all since the "
-                "last crop; older ones are folded into the state. Build it with a larger `max_window`."
+                f"(in row {row}). The cache keeps the newest `max_window` ({self.max_window}) tokens and, but for "
+                f"forwards of more than {LONGEST_WINDOW}, all since the last crop; older ones are folded into the state. "
+                "Build it with a larger `max_window`."
             )
 
         self.stats.crops += 1
         self.stats.tokens_cropped += int(counts.sum())
+        self.positions = dataclasses.replace(now, since_crop=0)
+        self._remove(counts)
+
+    def _remove(self, counts: torch.Tensor) -> None:
+        """
+        Removes each row's newest `counts` columns (counts >= 0), moves every row to the right end, and drops the columns
+        on the left that no row needs any more.
+        """
+        now = self.positions
         lengths = now.columns - now.holes - counts  # of each row, from its first column to its last
         columns = int(lengths.max())
         if columns == 0:
@@ -352,7 +365,6 @@ class ReplayCache(Cache):
         if mask is None and int(lengths.min()) < columns:
             mask = torch.ones((len(counts), now.columns), dtype=torch.bool)
         if mask is not None:
-            # Every row's newest column comes to the right end.
             source = torch.arange(columns) + (now.columns - counts - columns)[:, None]
             mask = mask.gather(1, source.clamp(min=0)) & (source >= 0)
             mask = None if bool(mask.all()) else mask
@@ -365,7 +377,6 @@ class ReplayCache(Cache):
             croppable=now.croppable - counts,
             mask=mask,
             holes=columns - lengths,
-            since_crop=0,
         )
         for layer in self.layers:
             if (part := attention_part(layer)) is not None and layer.is_initialized:
@@ -376,7 +387,8 @@ class ReplayCache(Cache):
         batch = self.positions.batch_size
         if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dim() > 0:
             counts = tokens_to_remove.to("cpu")
-            if counts.is_floating_point() or counts.dtype == torch.bool or counts.shape != (batch or 0,):
+            wrong_shape = counts.dim() != 1 or (batch is not None and len(counts) != batch)
+            if counts.is_floating_point() or counts.dtype == torch.bool or wrong_shape:
                 raise CropError(
                     f"`crop` takes one count, or an integer tensor of one count for each of the {batch or 0} rows; "
                     f"this is a {counts.dtype} tensor of shape {tuple(counts.shape)}."
@@ -436,12 +448,13 @@ class ReplayCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; rows may repeat, and their number may change."""
-        now = self.positions
-        if now.batch_size is None:
+        if self.positions.batch_size is None:
             return
-        self.positions = now.select(beam_idx.to("cpu"))
+        self.positions = self.positions.select(beam_idx.to("cpu"))
         for layer in self.layers:
             layer.reorder_cache(beam_idx)
+        if int(self.positions.holes.min()) > 0:  # the longest rows have left
+            self._remove(torch.zeros_like(self.positions.holes))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, repeats next to each other."""
@@ -518,3 +531,25 @@ class ReplayCache(Cache):
             f"ReplayCache({self.signature.model_type}, layers={len(self.layers)}, replayed={len(self.replay_layers)}, "
             f"batch={self.batch_size}, length={self.get_seq_length()}, {self.replay_config})"
         )
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """What one layer gets: for `doctor`."""
+
+    index: int
+    layer_type: str
+    cache_layer: str  # class name
+    treatment: str  # "replay", "replay + attention cache", "attention cache", "no cache"
+
+
+def describe_layers(config: Any) -> list[LayerReport]:
+    """Layer by layer, what a [`ReplayCache`] for this config holds. `ValueError` for an unsupported model."""
+    config = config.get_text_config(decoder=True)
+    cache = ReplayCache(config=config)
+    reports = []
+    for index, (layer_type, layer) in enumerate(zip(cache.signature.layer_types, cache.layers)):
+        parts = ["replay"] if isinstance(layer, ReplayLayer) else []
+        parts += ["attention cache"] if attention_part(layer) is not None else []
+        reports.append(LayerReport(index, layer_type, type(layer).__name__, " + ".join(parts) or "no cache"))
+    return reports

@@ -15,9 +15,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .cache import ReplayCache
 from .config import ReplayConfig
+from .families import FAMILIES, Family, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
-from .models.backbone import ReplayBackbone, bind
-from .models.families import FAMILIES, Family, family_of_config, signature, supported_families
+from .models.backbone import ReplayBackbone, bind, refuse_packed
 from .models.mamba2 import ReplayMamba2Mixer
 from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
 from .versions import warn_outside_tested_range
@@ -142,9 +142,12 @@ class ReplayGeneration(ReplacedClass):
     _is_stateful = False
 
     def forward(self, *args, **kwargs):
-        # A ReplayCache under an older keyword would be swallowed by some models, and a cache of their own made.
-        if any(isinstance(kwargs.get(name), ReplayCache) for name in ("past_key_values", "cache_params")):
-            return super().forward(**bind(self, args, kwargs))
+        # Some models swallow what they do not know: a ReplayCache under an older keyword (they would make a cache of
+        # their own), and the arguments of packed sequences.
+        arguments = bind(self, args, kwargs)
+        if isinstance(arguments.get("cache"), ReplayCache):
+            refuse_packed(arguments)
+            return super().forward(**arguments)
         return super().forward(*args, **kwargs)
 
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
@@ -230,10 +233,14 @@ class ReplayGeneration(ReplacedClass):
         return generator
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
-        # See `_get_candidate_generator`: the first round of assisted generation on a warm cache gets its new tokens.
         seen = self.__dict__.pop("_replay_seen_before", 0)
-        if seen and kwargs.get("is_first_iteration") and kwargs.get("next_sequence_length") is None:
-            kwargs["next_sequence_length"] = input_ids.shape[1] - seen
+        if kwargs.get("next_sequence_length") is None:
+            # See `_get_candidate_generator`: the first round of assisted generation on a warm cache.
+            if seen and kwargs.get("is_first_iteration"):
+                kwargs["next_sequence_length"] = input_ids.shape[1] - seen
+        elif isinstance(cache := kwargs.get("cache"), ReplayCache) and cache.record_past and cache.get_seq_length():
+            # A later round: its window may have grown (the heuristic schedule adds two after a full match).
+            _announce_window(cache, kwargs["next_sequence_length"])
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
@@ -260,7 +267,8 @@ class ReplayGeneration(ReplacedClass):
 
 
 def _announce_window(cache: ReplayCache, drafts: float | None) -> None:
-    cache.max_window = max(cache.replay_config.max_window, int(drafts or 0) + WINDOW_MARGIN)
+    """Tells the cache how many tokens may wait for a crop. It does not shrink: the crop may still be due."""
+    cache.max_window = max(cache.max_window, cache.replay_config.max_window, int(drafts or 0) + WINDOW_MARGIN)
 
 
 # What is patched in transformers itself, at import: two names.

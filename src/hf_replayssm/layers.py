@@ -201,7 +201,7 @@ class ReplayLayer(LinearAttentionLayer):
     def _reserve_state(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor) -> None:
         forward, config = self.cache.forward_in_progress, self.cache.replay_config
         forward.touched = True
-        self.A = A
+        self.A = A.detach()
         if self.checkpoint is not None and self.inputs.capacity >= forward.capacity:
             return
         with torch.inference_mode(False):  # plain tensors, so that the cache can go on outside of inference mode

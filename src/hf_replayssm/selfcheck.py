@@ -136,7 +136,7 @@ def self_check(
     - left padding: a padded row of a batch against the same row alone, its single steps included.
 
     Args:
-        model_type: the family, a key of `hf_replayssm.models.families.FAMILIES`.
+        model_type: the family, a key of `hf_replayssm.families.FAMILIES`.
         config: the config of a real model, whose biases, limits, norms and multipliers the tiny one takes over.
         device: where to run; the ops' backend is chosen by it as always.
         seed: of the random weights and tokens.
@@ -170,7 +170,7 @@ def run_self_checks(
 ) -> list[CheckResult]:
     """`self_check` of several families, by default of all."""
     if model_types is None:
-        from hf_replayssm.models.families import FAMILIES
+        from hf_replayssm.families import FAMILIES
 
         model_types = list(FAMILIES)
     return [result for name in model_types for result in self_check(name, device=device, seed=seed)]

@@ -120,7 +120,8 @@ def _config(model: str) -> Any:
 
 
 def _model_report(model: str, config: Any) -> dict[str, Any]:
-    from hf_replayssm.models.families import FAMILIES, describe_layers
+    from hf_replayssm.cache import describe_layers
+    from hf_replayssm.families import FAMILIES
 
     decoder = config.get_text_config(decoder=True)
     report: dict[str, Any] = {"model": model, "model_type": config.model_type, "supported": False, "layers": []}
@@ -144,7 +145,7 @@ def _model_report(model: str, config: Any) -> dict[str, Any]:
 def _run_checks(out: Any, config: Any, device: Any) -> list[dict[str, Any]]:
     from rich.text import Text
 
-    from hf_replayssm.models.families import FAMILIES
+    from hf_replayssm.families import FAMILIES
     from hf_replayssm.selfcheck import self_check
 
     results = []

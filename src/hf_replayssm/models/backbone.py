@@ -14,11 +14,21 @@ from typing import Any
 import torch
 
 from ..cache import ReplayCache
-from .families import signature
+from ..families import signature
 from .replaced import ReplacedClass
 
 
 PACKED_SEQUENCE_ARGUMENTS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
+
+
+def refuse_packed(arguments: dict[str, Any]) -> None:
+    """Raises `ValueError` if the arguments of a forward say that its rows are several sequences each."""
+    packed = [name for name in PACKED_SEQUENCE_ARGUMENTS if arguments.get(name) is not None]
+    if packed:
+        raise ValueError(
+            f"Packed sequences ({', '.join(packed)}) cannot be told apart in a recurrent state. Put each sequence in a "
+            "row of its own and pad on the left, or call the model without a cache."
+        )
 
 
 class ReplayBackbone(ReplacedClass):
@@ -64,19 +74,15 @@ class ReplayBackbone(ReplacedClass):
                 "Training through a ReplayCache is not possible: its buffers carry no gradients. Train without a cache "
                 "(`use_cache=False`), or call `model.eval()`."
             )
-        packed = [name for name in PACKED_SEQUENCE_ARGUMENTS if arguments.get(name) is not None]
+        refuse_packed(arguments)
         position_ids = arguments.get("position_ids")
-        if not packed and cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
+        if cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
             # Positions that start anew in a row. (Under padding they may be anything.)
             restarts = position_ids[..., -tokens:].diff(dim=-1) < 0
             if mask is not None:
                 restarts = restarts & mask[:, 1:] & mask[:, :-1]
-            packed = ["position_ids"] if bool(restarts.any()) else []
-        if packed:
-            raise ValueError(
-                f"Packed sequences ({', '.join(packed)}) cannot be told apart in a recurrent state. Put each sequence "
-                "in a row of its own and pad on the left, or call the model without a cache."
-            )
+            if bool(restarts.any()):
+                refuse_packed({"seq_idx": position_ids})
 
     def _fill_in(
         self,

@@ -1,5 +1,6 @@
 """
-The table of supported families. A family is a line here; what its mixer does differently is a line in `mamba2.py`.
+The table of supported families. A family is a line here; what its mixer does differently is a line in
+`models/mamba2.py`.
 """
 
 from __future__ import annotations
@@ -90,28 +91,3 @@ def signature(config: Any) -> Signature:
     family = family_of_config(config)
     layer_types, _ = get_layer_types_and_kwargs(config)
     return Signature(family.model_type, tuple(layer_types), tuple(getattr(config, name) for name in family.geometry))
-
-
-@dataclass(frozen=True)
-class LayerReport:
-    """What one layer gets: for `doctor`."""
-
-    index: int
-    layer_type: str
-    cache_layer: str  # class name
-    treatment: str  # "replay", "replay + attention cache", "attention cache", "no cache"
-
-
-def describe_layers(config: Any) -> list[LayerReport]:
-    """Layer by layer, what a [`ReplayCache`] for this config holds. `ValueError` for an unsupported model."""
-    from ..cache import ReplayCache
-    from ..layers import ReplayLayer, attention_part
-
-    config = config.get_text_config(decoder=True)
-    cache = ReplayCache(config=config)
-    reports = []
-    for index, (layer_type, layer) in enumerate(zip(cache.signature.layer_types, cache.layers)):
-        parts = ["replay"] if isinstance(layer, ReplayLayer) else []
-        parts += ["attention cache"] if attention_part(layer) is not None else []
-        reports.append(LayerReport(index, layer_type, type(layer).__name__, " + ".join(parts) or "no cache"))
-    return reports

@@ -1,0 +1,503 @@
+"""Bad input gets a clear error that names the remedy, and changes nothing (issue 2; invariant 14).
+
+Each test states which words of the remedy the message must have, and compares everything that the cache holds before
+and after. (A data set without text and an empty document are the evaluation's: tests/evaluation.)
+"""
+
+from __future__ import annotations
+
+import hf_replayssm
+import pytest
+import torch
+from tiny_models import (
+    Session,
+    assert_unchanged,
+    copy_of,
+    enabled_model,
+    family_of,
+    fingerprint,
+    mixers,
+    random_ids,
+    replay_layers,
+    shared_model,
+    tiny_config,
+)
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    JambaConfig,
+    JambaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    StaticCache,
+)
+
+
+ERRORS = (ValueError, RuntimeError, TypeError, NotImplementedError)
+# Cache and integration are the same for all families; what runs through a mixer is tested for each.
+SOME = ("mamba2", "bamba", "falcon_h1")
+
+
+def warm(name: str, batch: int = 2, recording: bool = True) -> Session:
+    made = Session(name, batch, buffer_len=4, max_window=6)
+    if recording:
+        made.cache.activate_past_recording()
+    for tokens in (5, 1, 3):
+        made.append(tokens)
+    return made
+
+
+def refused(made: Session, match: str, **inputs) -> None:
+    """A forward with these inputs raises, names `match`, and the cache goes on as if nothing had been."""
+    before = fingerprint(made.cache)
+    with pytest.raises(ERRORS, match=match), torch.no_grad():
+        made.model(cache=made.cache, use_cache=True, **inputs)
+    assert_unchanged(before, made.cache)
+
+
+# ------------------------------------------------------------------------------------------------ models
+def llama() -> LlamaForCausalLM:
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2)
+    )
+
+
+def mamba1() -> MambaForCausalLM:
+    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8))
+
+
+def jamba() -> JambaForCausalLM:
+    return JambaForCausalLM(
+        JambaConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            attn_layer_period=2,
+            attn_layer_offset=1,
+            num_experts=2,
+            use_mamba_kernels=False,
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [llama, mamba1, jamba])
+def test_an_unsupported_model(make):
+    """The message names the model and the families that are supported, and the model stays as it was."""
+    model = make()
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ERRORS, match="(?i)bamba") as caught:
+        hf_replayssm.enable(model)
+    assert model.config.model_type in str(caught.value) or type(model).__name__ in str(caught.value)
+    assert [type(module) for module in model.modules()] == kinds
+    assert not hf_replayssm.is_enabled(model)
+    with pytest.raises(ERRORS, match="(?i)bamba"):
+        hf_replayssm.ReplayCache(config=model.config)
+
+
+def test_what_is_no_model():
+    for wrong in (None, "bamba", 3, torch.nn.Linear(2, 2)):
+        if wrong is None:
+            continue  # enable(None) is enable(): the global switch
+        with pytest.raises(ERRORS):
+            hf_replayssm.enable(wrong)
+    assert not hf_replayssm.is_enabled(torch.nn.Linear(2, 2))
+
+
+def test_enabling_globally_leaves_unsupported_models_alone(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = llama()
+    model.save_pretrained(tmp_path)
+    hf_replayssm.enable()
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        hf_replayssm.disable()
+    assert type(loaded) is LlamaForCausalLM and not hf_replayssm.is_enabled(loaded)
+
+
+def test_a_remote_code_model(family: str):
+    """A class that came with a checkpoint may do anything: refused, even under a supported model_type."""
+    model = copy_of(family)
+    original = type(model)
+    model.__class__ = type(original.__name__, (original,), {"__module__": "transformers_modules.someone.modeling"})
+    with pytest.raises(ERRORS, match="trust_remote_code|remote"):
+        hf_replayssm.enable(model)
+    model.__class__ = original
+    assert not hf_replayssm.is_enabled(model)
+    mixer = mixers(model)[0]
+    remote = type(type(mixer).__name__, (type(mixer),), {"__module__": "transformers_modules.someone.modeling"})
+    mixer.__class__ = remote
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ERRORS):
+        hf_replayssm.enable(model)
+    assert [type(module) for module in model.modules()] == kinds, "half of the model was enabled"
+
+
+def test_a_mixer_that_somebody_changed(family: str):
+    """A subclass of a mixer with a forward of its own would lose it: refused, and nothing was changed."""
+    model = copy_of(family)
+    mixer = mixers(model)[-1]
+    base = type(mixer)
+    mixer.__class__ = type("Mine", (base,), {"forward": lambda self, *args, **kwargs: base.forward(self, *args, **kwargs)})
+    kinds = [type(module) for module in model.modules()]
+    with pytest.raises(ERRORS):
+        hf_replayssm.enable(model)
+    assert [type(module) for module in model.modules()] == kinds
+
+
+# ------------------------------------------------------------------------------------------------ settings
+BAD_FIELDS = [
+    ({"buffer_length": 4}, "buffer_len"),
+    ({"bufferlen": 4, "window": 3}, "max_window"),
+    ({"buffer_len": 0}, "buffer_len"),
+    ({"buffer_len": -3}, "buffer_len"),
+    ({"buffer_len": 2.5}, "buffer_len"),
+    ({"buffer_len": "4"}, "buffer_len"),
+    ({"buffer_len": True}, "buffer_len"),
+    ({"buffer_len": None}, "buffer_len"),
+    ({"max_window": 0}, "max_window"),
+    ({"max_window": -1}, "max_window"),
+    ({"checkpoint_dtype": torch.int8}, "checkpoint_dtype"),
+    ({"checkpoint_dtype": "float33"}, "checkpoint_dtype"),
+    ({"checkpoint_dtype": torch.complex64}, "checkpoint_dtype"),
+    ({"backend": "cuda"}, "backend"),
+    ({"backend": None}, "backend"),
+]
+
+
+@pytest.mark.parametrize("fields, match", BAD_FIELDS, ids=[",".join(f"{k}={v}" for k, v in f.items()) for f, _ in BAD_FIELDS])
+def test_settings(fields: dict, match: str):
+    """The same error everywhere: in the config, the cache, enable, generate's cache_config and enable for all."""
+    model = copy_of("bamba")
+    if not set(fields) - {"buffer_len", "max_window", "checkpoint_dtype", "backend"}:
+        with pytest.raises(ValueError, match=match):
+            hf_replayssm.ReplayConfig(**fields)
+    else:
+        with pytest.raises(TypeError):
+            hf_replayssm.ReplayConfig(**fields)
+    with pytest.raises(ValueError, match=match):
+        hf_replayssm.ReplayCache(config=model.config, **fields)
+    with pytest.raises(ValueError, match=match):
+        hf_replayssm.enable(model, **fields)
+    assert not hf_replayssm.is_enabled(model)
+    assert type(model) is type(shared_model("bamba"))
+    with pytest.raises(ValueError, match=match):
+        hf_replayssm.enable(**fields)
+    with pytest.raises(ValueError, match=match):
+        enabled_model("bamba").generate(random_ids(1, 4), max_new_tokens=2, cache_config=fields)
+
+
+def test_a_wrong_setting_keeps_the_right_ones():
+    """An enabled model that is enabled again with nonsense keeps working as before."""
+    model = hf_replayssm.enable(copy_of("bamba"), buffer_len=3)
+    with pytest.raises(ValueError):
+        hf_replayssm.enable(model, buffer_len=0)
+    out = model.generate(random_ids(1, 20), max_new_tokens=7, do_sample=False, return_dict_in_generate=True)
+    assert out.cache.stats.checkpoint_writes == -(-7 // 3)
+
+
+def test_triton_without_an_accelerator():
+    """Asked for by name, a backend that this device does not have is an error, not a silent fallback."""
+    if torch.cuda.is_available():
+        pytest.skip("this machine may have it")
+    made = Session("bamba", 1)
+    with pytest.raises(ERRORS, match="backend|triton"), torch.no_grad():
+        cache = hf_replayssm.ReplayCache(config=made.model.config, backend="triton")
+        made.model(input_ids=random_ids(1, 4), cache=cache, use_cache=True)
+
+
+# ------------------------------------------------------------------------------------------------ caches
+@pytest.mark.parametrize(
+    "family, overrides",
+    [
+        ("mamba2", {"num_hidden_layers": 2}),
+        ("mamba2", {"state_size": 8}),
+        ("bamba", {"attn_layer_indices": [2]}),
+        ("bamba", {"mamba_d_conv": 3}),
+        ("falcon_h1", {"mamba_n_groups": 1}),
+    ],
+)
+def test_a_cache_of_another_config(family: str, overrides: dict):
+    other = tiny_config(family, **overrides)
+    cache = hf_replayssm.ReplayCache(config=other)
+    before = fingerprint(cache)
+    with pytest.raises(ERRORS, match="config"), torch.no_grad():
+        enabled_model(family)(input_ids=random_ids(1, 4), cache=cache, use_cache=True)
+    assert_unchanged(before, cache)
+    with pytest.raises(ERRORS, match="config"):
+        enabled_model(family).generate(random_ids(1, 4), max_new_tokens=2, cache=cache)
+    assert_unchanged(before, cache)
+
+
+def test_a_cache_of_another_family(family: str):
+    other = "mamba2" if family != "mamba2" else "bamba"
+    cache = hf_replayssm.ReplayCache(config=shared_model(other).config)
+    before = fingerprint(cache)
+    with pytest.raises(ERRORS, match="config|model"), torch.no_grad():
+        enabled_model(family)(input_ids=random_ids(1, 4), cache=cache, use_cache=True)
+    assert_unchanged(before, cache)
+
+
+def test_a_cache_without_a_config():
+    with pytest.raises(ERRORS, match="config"):
+        hf_replayssm.ReplayCache()
+
+
+def test_a_batch_of_another_size(family: str):
+    made = warm(family)
+    for batch in (1, 3, 4):
+        refused(made, "batch", input_ids=random_ids(batch, 1))
+        refused(made, "batch", input_ids=random_ids(batch, 6))
+    with pytest.raises(ERRORS, match="batch"):
+        made.model.generate(random_ids(3, 20), max_new_tokens=2, cache=made.cache)
+    made.verify()
+
+
+@pytest.mark.parametrize("name", ["offloaded", "quantized", "offloaded_static"])
+def test_offloaded_and_quantized_caches(family: str, name: str):
+    model = enabled_model(family)
+    options = {"cache_config": {"backend": "quanto", "nbits": 4}} if name == "quantized" else {}
+    with pytest.raises(ERRORS, match="dynamic|replayssm"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, cache_implementation=name, **options)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_continuous_batching(family: str):
+    model = enabled_model(family)
+    with pytest.raises(ERRORS, match="(?i)continuous|paged"):
+        model.generate(random_ids(1, 4), max_new_tokens=2, cache_implementation="paged")
+    with pytest.raises(ERRORS, match="(?i)continuous|paged"):
+        model.generate_batch(inputs=[[5, 6, 7]], generation_config=GenerationConfig(max_new_tokens=2))
+    with pytest.raises(ERRORS, match="(?i)continuous|paged"):
+        model.init_continuous_batching(generation_config=GenerationConfig(max_new_tokens=2))
+    # An untouched model, and a disabled one, are upstream's affair.
+    assert "init_continuous_batching" not in vars(type(shared_model(family)))
+
+
+def test_static_caches_are_upstreams(family: str):
+    """A cache of another class goes to upstream's forward, which may take it or not: never to replay."""
+    for cache in (DynamicCache(config=shared_model(family).config), StaticCache(shared_model(family).config, max_cache_len=9)):
+        results = []
+        for model in (shared_model(family), enabled_model(family)):
+            try:
+                with torch.no_grad():
+                    import copy
+
+                    results.append(model(input_ids=random_ids(1, 4), cache=copy.deepcopy(cache), use_cache=True).logits)
+            except Exception as error:
+                results.append(type(error))
+        if isinstance(results[0], torch.Tensor):
+            assert torch.equal(*results)
+        else:
+            assert results[0] is results[1]
+
+
+@pytest.mark.parametrize("keyword", ["past_key_values", "cache_params"])
+def test_the_cache_under_an_old_name(family: str, keyword: str):
+    """A keyword that the model does not know must not be swallowed while a fresh cache is used."""
+    made = Session(family, 1, buffer_len=4)
+    before = fingerprint(made.cache)
+    try:
+        with torch.no_grad():
+            out = made.model(input_ids=random_ids(1, 4), use_cache=True, **{keyword: made.cache})
+    except ERRORS as error:
+        assert "cache" in str(error)
+        assert_unchanged(before, made.cache)
+    else:
+        assert out.cache is made.cache, "the cache was swallowed"
+
+
+# ------------------------------------------------------------------------------------------------ crops
+def test_crops(family: str):
+    made = warm(family)
+    possible = made.cache.max_croppable
+    before = fingerprint(made.cache)
+    wrong = [
+        (1, "negative|<= 0"),
+        (torch.tensor([1, -1]), "negative|<= 0"),
+        (-(possible + 1), str(possible)),
+        (torch.tensor([0, -(possible + 1)]), str(possible)),
+        (torch.tensor([-1]), "rows|batch|shape"),
+        (torch.tensor([-1, -1, -1]), "rows|batch|shape"),
+        (torch.tensor([[-1, -1]]), "rows|batch|shape"),
+        (torch.tensor([-1.0, 0.0]), "integer|dtype"),
+        (torch.tensor([True, False]), "integer|dtype"),
+    ]
+    for tokens, match in wrong:
+        with pytest.raises(ERRORS, match=match):
+            made.cache.crop(tokens)
+        assert_unchanged(before, made.cache)
+    made.verify()
+    made.crop(possible)
+    made.verify()
+
+
+def test_crops_without_recording(family: str):
+    made = warm(family, recording=False)
+    before = fingerprint(made.cache)
+    for tokens in (-1, torch.tensor([-1, 0])):
+        with pytest.raises(ERRORS, match="activate_past_recording"):
+            made.cache.crop(tokens)
+        assert_unchanged(before, made.cache)
+    made.verify()
+
+
+def test_crops_of_an_empty_cache(family: str):
+    cache = hf_replayssm.ReplayCache(config=shared_model(family).config)
+    cache.activate_past_recording()
+    with pytest.raises(ERRORS):
+        cache.crop(-1)
+    cache.crop(0)
+    assert cache.get_seq_length() == 0
+
+
+# ------------------------------------------------------------------------------------------------ masks, packing
+def test_right_padding_in_a_cached_prefill(family: str):
+    mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+    for wrong in (mask, torch.tensor([[1, 1, 1, 1, 1], [0, 1, 1, 1, 0]])):
+        made = Session(family, 2, buffer_len=4)
+        refused(made, "left", input_ids=random_ids(2, 5), attention_mask=wrong)
+        made.append(5)
+        made.verify()
+    with pytest.raises(ERRORS, match="left"):
+        enabled_model(family).generate(random_ids(2, 5), attention_mask=mask, max_new_tokens=3)
+    # Without a cache it is upstream's own, and right.
+    with torch.no_grad():
+        logits = enabled_model(family)(input_ids=random_ids(2, 5), attention_mask=mask, use_cache=False).logits
+        alone = shared_model(family)(input_ids=random_ids(2, 5)[1:, :3], use_cache=False).logits
+    assert torch.allclose(logits[1, :3], alone[0], atol=1e-4, rtol=1e-4)
+
+
+def test_masks_of_a_wrong_shape(family: str):
+    made = warm(family)
+    for shape in ((2, 3), (2, 5), (2, 100), (3, 1), (1, 10), (2,)):
+        refused(made, "mask|batch", input_ids=random_ids(2, 1), attention_mask=torch.ones(shape, dtype=torch.long))
+    made.verify()
+
+
+def test_a_mask_that_contradicts_what_was_seen(family: str):
+    """Masking tokens afterwards cannot take them out of the state: attention must not leave them out by itself."""
+    made = warm(family)
+    mask = torch.ones(2, made.cache.get_seq_length() + 1, dtype=torch.long)
+    mask[1, 2] = 0
+    before = fingerprint(made.cache)
+    try:
+        made.append(1, attention_mask=mask)
+    except ERRORS as error:
+        assert "mask" in str(error)
+        assert_unchanged(before, made.cache)
+    made.verify()
+
+
+def test_packed_sequences(family: str):
+    """Several sequences in one row cannot be told apart by a recurrent state."""
+    ids = random_ids(1, 8)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    lengths = torch.tensor([0, 4, 8], dtype=torch.int32)
+    packed = [
+        {"seq_idx": torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)},
+        {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 4, "max_length_k": 4},
+    ]
+    if family != "mamba2":
+        packed.append({"position_ids": positions})
+    for inputs in packed:
+        made = Session(family, 1, buffer_len=4)
+        refused(made, "(?i)pack", input_ids=ids, **inputs)
+        made.append(5)
+        made.verify()
+
+
+# ------------------------------------------------------------------------------------------------ training, failures
+def test_training_through_the_cache(family: str):
+    model = hf_replayssm.enable(copy_of(family)).requires_grad_(True).train()
+    cache = hf_replayssm.ReplayCache(config=model.config)
+    before = fingerprint(cache)
+    with torch.enable_grad(), pytest.raises(ERRORS, match="use_cache=False|no_grad|inference_mode"):
+        model(input_ids=random_ids(1, 5), labels=random_ids(1, 5), cache=cache, use_cache=True)
+    assert_unchanged(before, cache)
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_a_forward_that_fails_half_way(family: str, place: str):
+    """An exception in the middle of a forward (a hook, out of memory): the cache is as before, or it refuses to go on."""
+    model = hf_replayssm.enable(copy_of(family))
+    made = Session(family, 2, model=model, buffer_len=4)
+    made.append(5)
+    made.append(1)
+    made.compare()
+    snapshot, before = made.cache.snapshot(), fingerprint(made.cache)
+
+    def fail(*_):
+        raise MemoryError("out of memory")
+
+    mixer = mixers(model)[0 if place == "first" else -1]
+    handle = mixer.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError), torch.no_grad():
+        model(input_ids=random_ids(2, 2), cache=made.cache, use_cache=True)
+    handle.remove()
+    try:
+        assert_unchanged(before, made.cache)
+    except AssertionError:
+        for _ in range(2):
+            with pytest.raises(ERRORS, match="reset|restore"), torch.no_grad():
+                model(input_ids=random_ids(2, 1), cache=made.cache, use_cache=True)
+        made.cache.restore(snapshot)
+    made.verify()
+    made.cache.reset()
+    made.forget(2)
+    made.append(3)
+    made.verify()
+
+
+def test_early_exit_drafts(family: str):
+    """Upstream's early exit works on no Mamba-2 family and leaves the config changed: refused before that."""
+    model = hf_replayssm.enable(copy_of(family))
+    before = model.config.to_dict()
+    with pytest.raises(ERRORS, match="assistant_early_exit|early exit|early_exit"):
+        model.generate(random_ids(1, 5), max_new_tokens=4, assistant_early_exit=1)
+    assert model.config.to_dict() == before
+    assert len(mixers(model)) == len(mixers(shared_model(family)))
+
+
+def test_a_batch_of_drafts(family: str):
+    """Assisted generation is for one row, as upstream says; replay does not change that silently."""
+    with pytest.raises(ERRORS, match="batch"):
+        enabled_model(family).generate(random_ids(2, 5), max_new_tokens=4, prompt_lookup_num_tokens=3)
+
+
+def test_a_replay_cache_on_a_disabled_model(family: str):
+    model = hf_replayssm.enable(copy_of(family))
+    cache = hf_replayssm.ReplayCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=random_ids(1, 5), cache=cache, use_cache=True)
+    hf_replayssm.disable(model)
+    before = fingerprint(cache)
+    for tokens in (1, 3):
+        with pytest.raises(ERRORS, match="enable"), torch.no_grad():
+            model(input_ids=random_ids(1, tokens), cache=cache, use_cache=True)
+        assert_unchanged(before, cache)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_upstreams_doors_into_a_layer_are_closed(family: str):
+    """Code that writes states into a replay layer, as upstream mixers do, is told what to do instead."""
+    made = warm(family)
+    before = fingerprint(made.cache)
+    index = made.cache.layers.index(replay_layers(made.cache)[0])
+    state = made.cache.get_recurrent_state(index)
+    conv = made.cache.get_conv_state(index)
+    with pytest.raises(ERRORS, match="enable"):
+        made.cache.update_conv_state(conv, index)
+    with pytest.raises(ERRORS, match="enable"):
+        made.cache.update_recurrent_state(state, index)
+    with pytest.raises(ERRORS):
+        made.cache.layers[index].crop(-1)
+    assert_unchanged(before, made.cache)
+    assert family_of(family) == family
+    made.verify()
