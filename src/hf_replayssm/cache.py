@@ -340,9 +340,9 @@ class ReplayCache(Cache):
             row = int((counts - now.croppable).argmax())
             raise CropError(
                 f"Cannot crop {int(counts[row])} tokens: {int(now.croppable[row])} can be removed "
-                f"(in row {row}). The cache keeps the newest `max_window` ({self.max_window}) tokens and, but for "
-                f"forwards of more than {LONGEST_WINDOW}, all since the last crop; older ones are folded into the state. "
-                "Build it with a larger `max_window`."
+                f"(in row {row}). The cache keeps the newest `max_window` ({self.max_window}) tokens and, of forwards of "
+                f"up to {LONGEST_WINDOW}, all since the last crop; older ones are folded into the state. Build it with a "
+                "larger `max_window`."
             )
 
         self.stats.crops += 1
@@ -352,8 +352,8 @@ class ReplayCache(Cache):
 
     def _remove(self, counts: torch.Tensor) -> None:
         """
-        Removes each row's newest `counts` columns (counts >= 0), moves every row to the right end, and drops the columns
-        on the left that no row needs any more.
+        Removes each row's newest `counts` columns (counts >= 0), moves every row to the right end, and drops the
+        columns on the left that no row needs any more.
         """
         now = self.positions
         lengths = now.columns - now.holes - counts  # of each row, from its first column to its last
