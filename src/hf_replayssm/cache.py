@@ -340,9 +340,9 @@ class ReplayCache(Cache):
             row = int((counts - now.croppable).argmax())
             raise CropError(
                 f"Cannot crop {int(counts[row])} tokens: {int(now.croppable[row])} can be removed "
-                f"(in row {row}). The cache keeps the newest `max_window` ({self.max_window}) tokens and, of forwards of "
-                f"up to {LONGEST_WINDOW}, all since the last crop; older ones are folded into the state. Build it with a "
-                "larger `max_window`."
+                f"(in row {row}). The cache keeps the newest `max_window` ({self.max_window}) tokens and, of forwards "
+                f"of up to {LONGEST_WINDOW}, all since the last crop; older ones are folded into the state. Build it "
+                "with a larger `max_window`."
             )
 
         self.stats.crops += 1
