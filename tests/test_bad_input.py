@@ -6,11 +6,11 @@ and after. (A data set without text and an empty document are the evaluation's: 
 
 from __future__ import annotations
 
-import hf_replayssm
 import pytest
 import torch
 from tiny_models import (
     Session,
+    assert_same_logits,
     assert_unchanged,
     copy_of,
     enabled_model,
@@ -21,6 +21,7 @@ from tiny_models import (
     replay_layers,
     shared_model,
     tiny_config,
+    whole_forward,
 )
 from transformers import (
     DynamicCache,
@@ -33,6 +34,8 @@ from transformers import (
     MambaForCausalLM,
     StaticCache,
 )
+
+import hf_replayssm
 
 
 ERRORS = (ValueError, RuntimeError, TypeError, NotImplementedError)
@@ -144,7 +147,9 @@ def test_a_mixer_that_somebody_changed(family: str):
     model = copy_of(family)
     mixer = mixers(model)[-1]
     base = type(mixer)
-    mixer.__class__ = type("Mine", (base,), {"forward": lambda self, *args, **kwargs: base.forward(self, *args, **kwargs)})
+    mixer.__class__ = type(
+        "Mine", (base,), {"forward": lambda self, *args, **kwargs: base.forward(self, *args, **kwargs)}
+    )
     kinds = [type(module) for module in model.modules()]
     with pytest.raises(ERRORS):
         hf_replayssm.enable(model)
@@ -171,7 +176,9 @@ BAD_FIELDS = [
 ]
 
 
-@pytest.mark.parametrize("fields, match", BAD_FIELDS, ids=[",".join(f"{k}={v}" for k, v in f.items()) for f, _ in BAD_FIELDS])
+@pytest.mark.parametrize(
+    "fields, match", BAD_FIELDS, ids=[",".join(f"{k}={v}" for k, v in f.items()) for f, _ in BAD_FIELDS]
+)
 def test_settings(fields: dict, match: str):
     """The same error everywhere: in the config, the cache, enable, generate's cache_config and enable for all."""
     model = copy_of("bamba")
@@ -282,7 +289,10 @@ def test_continuous_batching(family: str):
 
 def test_static_caches_are_upstreams(family: str):
     """A cache of another class goes to upstream's forward, which may take it or not: never to replay."""
-    for cache in (DynamicCache(config=shared_model(family).config), StaticCache(shared_model(family).config, max_cache_len=9)):
+    for cache in (
+        DynamicCache(config=shared_model(family).config),
+        StaticCache(shared_model(family).config, max_cache_len=9),
+    ):
         results = []
         for model in (shared_model(family), enabled_model(family)):
             try:
@@ -395,6 +405,29 @@ def test_a_mask_that_contradicts_what_was_seen(family: str):
     made.verify()
 
 
+def test_masks_of_attention_alone(family: str):
+    """A 4D mask says nothing about padding that a recurrent state understands: refused, or the rows come out right."""
+    ids = random_ids(2, 6)
+    allowed = torch.ones(2, 1, 6, 6, dtype=torch.bool).tril()
+    allowed[0, :, :, :2] = False
+    made = Session(family, 2, buffer_len=4)
+    before = fingerprint(made.cache)
+    try:
+        with torch.no_grad():
+            logits = made.model(input_ids=ids, attention_mask=allowed, cache=made.cache, use_cache=True).logits
+    except ERRORS as error:
+        assert "mask" in str(error)
+        assert_unchanged(before, made.cache)
+    else:
+        assert_same_logits(logits[:1, 2:], whole_forward(made.reference, ids[:1, 2:]))
+
+
+def test_a_forward_of_no_tokens(family: str):
+    made = warm(family)
+    refused(made, "token", input_ids=random_ids(2, 0))
+    made.verify()
+
+
 def test_packed_sequences(family: str):
     """Several sequences in one row cannot be told apart by a recurrent state."""
     ids = random_ids(1, 8)
@@ -423,9 +456,34 @@ def test_training_through_the_cache(family: str):
     assert_unchanged(before, cache)
 
 
+def test_gradients_through_an_evaluation(family: str):
+    """In eval mode a forward may forget no_grad, and is right; its gradients would not be: backward says so."""
+    model = hf_replayssm.enable(copy_of(family)).requires_grad_(True)
+    made = Session(family, 2, model=model, buffer_len=4)
+    logits = []
+    with torch.enable_grad():
+        for tokens in (5, 1, 3):
+            ids = made.fresh_ids(tokens)
+            try:
+                logits.append(model(input_ids=ids, cache=made.cache, use_cache=True).logits)
+            except ERRORS as error:
+                assert "no_grad" in str(error) or "inference_mode" in str(error)
+                return
+            for row in range(2):
+                made.columns[row] += ids[row].tolist()
+        for part in reversed(logits):
+            if part.requires_grad:
+                with pytest.raises(ERRORS, match="use_cache=False|cache"):
+                    part.sum().backward()
+    assert all(parameter.grad is None for mixer in mixers(model) for parameter in mixer.parameters())
+    expected = whole_forward(made.reference, torch.tensor(made.history))
+    assert_same_logits(torch.cat(logits, 1).detach(), expected)
+    made.verify()
+
+
 @pytest.mark.parametrize("place", ["first", "last"])
 def test_a_forward_that_fails_half_way(family: str, place: str):
-    """An exception in the middle of a forward (a hook, out of memory): the cache is as before, or it refuses to go on."""
+    """After an exception in mid-forward (a hook, out of memory) the cache is as before, or it refuses to go on."""
     model = hf_replayssm.enable(copy_of(family))
     made = Session(family, 2, model=model, buffer_len=4)
     made.append(5)

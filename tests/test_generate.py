@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 
-import hf_replayssm
 import pytest
 import torch
 from tiny_models import (
@@ -35,13 +34,15 @@ from transformers import (
     LogitsProcessorList,
 )
 
+import hf_replayssm
+
 
 lengths = pytest.mark.parametrize("buffer_len", BUFFER_LENS)
 NEW = 24
 TAKES_EMBEDS = ("mamba2", "granitemoehybrid")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _expected(name: str, rows: tuple, seed: int | None, options: tuple) -> torch.Tensor:
     ids = torch.tensor(rows)
     if seed is not None:
@@ -100,9 +101,7 @@ def test_the_expected_tokens_are_greedy(family: str):
 @lengths
 def test_greedy_over_many_flushes(family: str, buffer_len: int):
     ids = random_ids(1, 5, seed=11)
-    assert torch.equal(
-        run(family, ids, buffer_len, max_new_tokens=70), expected(family, ids, max_new_tokens=70)
-    )
+    assert torch.equal(run(family, ids, buffer_len, max_new_tokens=70), expected(family, ids, max_new_tokens=70))
 
 
 @pytest.mark.parametrize("name", VARIANT_NAMES)
@@ -134,6 +133,16 @@ def test_dynamic_is_upstreams_own(family: str):
         assert all(torch.equal(left, right) for left, right in zip(outs[0].logits, outs[1].logits))
         assert type(outs[0].cache) is type(outs[1].cache)
         assert type(outs[1].cache) is (DynamicCache if "use_cache" not in options else type(None))
+
+
+def test_the_models_own_choice_of_a_cache(family: str):
+    """`generation_config.cache_implementation` of an enabled model holds, "dynamic" included."""
+    ids = random_ids(1, 6, seed=14)
+    model = hf_replayssm.enable(copy_of(family))
+    for name, kind in (("dynamic", DynamicCache), ("replayssm", hf_replayssm.ReplayCache)):
+        model.generation_config.cache_implementation = name
+        assert type(run(model, ids, return_dict_in_generate=True).cache) is kind
+        assert model.generation_config.cache_implementation == name
 
 
 def test_logits_and_scores(family: str):
@@ -446,7 +455,7 @@ class Contrary(torch.nn.Module):
         return -self.head(hidden)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def draft(family: str, kind: str):
     """An enabled draft model: `perfect` (the target itself), `near` (its logits disturbed), `random`, `wrong`."""
     if kind == "random":
@@ -516,7 +525,11 @@ def test_a_perfect_draft_saves_forwards(family: str):
 @lengths
 def test_prompt_lookup(family: str, buffer_len: int):
     pattern = random_ids(1, 6, seed=73)
-    for ids, tokens in ((torch.cat([pattern, pattern, pattern], 1), 3), (random_ids(1, 9, seed=74), 30), (pattern[:, :1], 3)):
+    for ids, tokens in (
+        (torch.cat([pattern, pattern, pattern], 1), 3),
+        (random_ids(1, 9, seed=74), 30),
+        (pattern[:, :1], 3),
+    ):
         result = run(family, ids, buffer_len, prompt_lookup_num_tokens=tokens, max_new_tokens=30)
         assert torch.equal(result, expected(family, ids, max_new_tokens=30))
 

@@ -13,7 +13,6 @@ import pickle
 import subprocess
 import sys
 
-import hf_replayssm
 import pytest
 import torch
 from safetensors import safe_open
@@ -22,7 +21,6 @@ from tiny_models import (
     assert_same_logits,
     copy_of,
     enabled_model,
-    greedy_without_cache,
     mixers,
     random_ids,
     relative_error,
@@ -32,6 +30,8 @@ from tiny_models import (
     whole_forward,
 )
 from transformers import AutoModelForCausalLM, DynamicCache
+
+import hf_replayssm
 
 
 NEW = 20
@@ -279,7 +279,10 @@ def test_a_forward_without_a_cache_is_upstreams(family: str):
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     with torch.no_grad():
-        outs = [m(input_ids=ids, attention_mask=mask, use_cache=False) for m in (shared_model(family), enabled_model(family))]
+        outs = [
+            m(input_ids=ids, attention_mask=mask, use_cache=False)
+            for m in (shared_model(family), enabled_model(family))
+        ]
     assert torch.equal(outs[0].logits, outs[1].logits)
 
 
@@ -328,7 +331,10 @@ def test_training_then_generating(family: str):
     model.eval().requires_grad_(False)
     plain = copy.deepcopy(model)
     hf_replayssm.disable(plain)
-    assert relative_error(whole_forward(plain, random_ids(1, 9)), whole_forward(shared_model(family), random_ids(1, 9))) > 1e-3
+    assert (
+        relative_error(whole_forward(plain, random_ids(1, 9)), whole_forward(shared_model(family), random_ids(1, 9)))
+        > 1e-3
+    )
     assert_replays(model, plain)
 
 
@@ -344,7 +350,7 @@ def hooked(model, way: str, directory):
     names = [name for name, _ in model.named_children()]
     # Hooks that keep a bound `_old_forward` on every module; one part offloaded to the disk or held on the "cpu".
     return dispatch_model(
-        model, device_map={name: "cpu" for name in names}, main_device="cpu", force_hooks=True, offload_dir=str(directory)
+        model, device_map=dict.fromkeys(names, "cpu"), main_device="cpu", force_hooks=True, offload_dir=str(directory)
     )
 
 

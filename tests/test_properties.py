@@ -78,9 +78,7 @@ class Program:
     """Runs one drawn program."""
 
     def __init__(self, name: str, drawn: dict):
-        self.made = Session(
-            name, drawn["batch"], buffer_len=drawn["buffer_len"], max_window=drawn["max_window"]
-        )
+        self.made = Session(name, drawn["batch"], buffer_len=drawn["buffer_len"], max_window=drawn["max_window"])
         self.drawn = drawn
         self.buffer_len = drawn["buffer_len"]
         if drawn["recording"]:

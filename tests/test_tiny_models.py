@@ -199,5 +199,7 @@ def test_the_references_agree(name: str):
         prefill = model(input_ids=torch.tensor([rows[1]]), cache=cache, use_cache=True).logits[0]
     assert relative_error(prefill, together[rows[1]]) < RTOL / 10
     recurrent, convolution = reference_states(name, [list(rows[1]), []])[0]
-    assert [state.shape for state in recurrent] == [cache.layers[i].recurrent_states[0][0].shape for i in mamba_layer_indices(model.config)]
+    assert [state.shape for state in recurrent] == [
+        cache.layers[i].recurrent_states[0][0].shape for i in mamba_layer_indices(model.config)
+    ]
     assert all(torch.isfinite(state).all() and state.abs().max() > 0.1 for state in recurrent + convolution)

@@ -367,7 +367,7 @@ def poison(cache) -> None:
 
 
 def fingerprint(thing, path: str = "cache", seen: set | None = None) -> dict[str, object]:
-    """Everything a cache holds, flat: path -> copy of a tensor, or a plain value. Independent of the cache's own copies."""
+    """Everything a cache holds, flat: path -> copy of a tensor, or a plain value; without the cache's own copying."""
     seen = set() if seen is None else seen
     if isinstance(thing, torch.Tensor):
         return {path: thing.detach().clone()}
@@ -382,7 +382,9 @@ def fingerprint(thing, path: str = "cache", seen: set | None = None) -> dict[str
         items = list(enumerate(thing))
     else:
         items = list(getattr(thing, "__dict__", {}).items())
-        items += [(name, getattr(thing, name)) for name in getattr(type(thing), "__slots__", ()) if hasattr(thing, name)]
+        items += [
+            (name, getattr(thing, name)) for name in getattr(type(thing), "__slots__", ()) if hasattr(thing, name)
+        ]
     found: dict[str, object] = {}
     for key, value in items:
         if key == "_is_user_defined":  # upstream's generate() marks the cache that it was given
@@ -501,7 +503,7 @@ class Session:
 
     @torch.no_grad()
     def append(self, tokens: int | torch.Tensor, mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-        """One forward over `tokens` new random tokens (or these ids), of which `mask` (batch, T) says which are real."""
+        """One forward over `tokens` new random tokens (or these ids); `mask` (batch, T) says which are real."""
         ids = self.fresh_ids(tokens) if isinstance(tokens, int) else tokens
         if mask is not None:
             kwargs.setdefault("attention_mask", mask)

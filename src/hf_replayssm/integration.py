@@ -45,6 +45,7 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
     Raises:
         ValueError: nothing to enable (with the list of what is supported), remote code, a mixer that replay would not
             reach, or an invalid setting. Nothing is changed then.
+        TypeError: not a model.
     """
     config = ReplayConfig.from_dict(fields)
     warn_outside_tested_range()
@@ -52,6 +53,11 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
         _enable_later_models(config)
         return None
 
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(
+            f"`enable` takes a loaded model, not {model!r}: pass what `from_pretrained` returned, or call "
+            "`hf_replayssm.enable()` before it."
+        )
     mixers, backbones, generators = _parts(model)
     for name, module, _ in mixers + backbones:
         if not isinstance(module, ReplacedClass):

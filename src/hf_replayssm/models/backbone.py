@@ -15,6 +15,7 @@ import torch
 
 from ..cache import ReplayCache
 from ..families import signature
+from ..ops import backend
 from .replaced import ReplacedClass
 
 
@@ -50,7 +51,7 @@ class ReplayBackbone(ReplacedClass):
             return super().forward(**arguments)  # upstream's own error
         batch, tokens = inputs.shape[:2]
         mask = new_tokens_mask(arguments.get("attention_mask"), batch, tokens)
-        self._check(cache, arguments, tokens, mask)
+        self._check(cache, arguments, tokens, mask, inputs.device)
         cache.begin_forward(tokens, batch, mask)
         try:
             self._fill_in(cache, arguments, inputs, tokens, mask)
@@ -61,7 +62,14 @@ class ReplayBackbone(ReplacedClass):
         cache.end_forward()
         return outputs
 
-    def _check(self, cache: ReplayCache, arguments: dict[str, Any], tokens: int, mask: torch.Tensor | None) -> None:
+    def _check(
+        self,
+        cache: ReplayCache,
+        arguments: dict[str, Any],
+        tokens: int,
+        mask: torch.Tensor | None,
+        device: torch.device,
+    ) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
         ours = signature(self.config)
         if cache.signature != ours:
@@ -74,6 +82,7 @@ class ReplayBackbone(ReplacedClass):
                 "Training through a ReplayCache is not possible: its buffers carry no gradients. Train without a cache "
                 "(`use_cache=False`), or call `model.eval()`."
             )
+        backend.resolve(cache.replay_config.backend, device)  # raises when it was asked for and cannot be had
         refuse_packed(arguments)
         position_ids = arguments.get("position_ids")
         if cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
@@ -131,9 +140,9 @@ def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tenso
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask.get("linear_attention")
-    if attention_mask is None or attention_mask.dim() != 2:
+    if attention_mask is None or attention_mask.dim() == 4:
         return None
-    if attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
         raise ValueError(
             f"The attention mask {tuple(attention_mask.shape)} does not cover the inputs: it takes a row for each of "
             f"the {batch} rows and a column for each of the {tokens} new tokens (those in the cache may come before)."
