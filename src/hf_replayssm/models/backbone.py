@@ -46,7 +46,7 @@ class ReplayBackbone(ReplacedClass):
     def _replay_forward(self, arguments: dict[str, Any]):
         cache: ReplayCache = arguments["cache"]
         inputs = arguments.get("input_ids")
-        inputs = arguments["inputs_embeds"] if inputs is None else inputs
+        inputs = arguments.get("inputs_embeds") if inputs is None else inputs
         if inputs is None:
             return super().forward(**arguments)  # upstream's own error
         batch, tokens = inputs.shape[:2]
