@@ -103,9 +103,7 @@ def test_an_unsupported_model(make):
 
 
 def test_what_is_no_model():
-    for wrong in (None, "bamba", 3, torch.nn.Linear(2, 2)):
-        if wrong is None:
-            continue  # enable(None) is enable(): the global switch
+    for wrong in ("bamba", 3, torch.nn.Linear(2, 2)):
         with pytest.raises(ERRORS):
             hf_replayssm.enable(wrong)
     assert not hf_replayssm.is_enabled(torch.nn.Linear(2, 2))
@@ -475,7 +473,6 @@ def test_gradients_through_an_evaluation(family: str):
             if part.requires_grad:
                 with pytest.raises(ERRORS, match="use_cache=False|cache"):
                     part.sum().backward()
-    assert all(parameter.grad is None for mixer in mixers(model) for parameter in mixer.parameters())
     expected = whole_forward(made.reference, torch.tensor(made.history))
     assert_same_logits(torch.cat(logits, 1).detach(), expected)
     made.verify()

@@ -215,6 +215,17 @@ def test_beams_of_padded_rows(family: str):
     assert torch.equal(result[0, 8:], expected(family, ids[:1, 5:], num_beams=3)[0, 3:])
 
 
+def test_beams_on_a_given_cache(family: str):
+    """The rows of a prefilled cache are repeated for the beams by hand, as upstream's users do for their own."""
+    ids = random_ids(1, 9, seed=24)
+    model = enabled_model(family)
+    cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=4)
+    with torch.no_grad():
+        model(input_ids=ids[:, :6], cache=cache, use_cache=True)
+    cache.batch_repeat_interleave(3)
+    assert torch.equal(run(model, ids, cache=cache, num_beams=3), expected(family, ids, num_beams=3))
+
+
 def test_beam_sampling(family: str):
     ids = random_ids(2, 6, seed=25)
     options = {"num_beams": 2, "do_sample": True, "seed": 8}
@@ -532,6 +543,20 @@ def test_prompt_lookup(family: str, buffer_len: int):
     ):
         result = run(family, ids, buffer_len, prompt_lookup_num_tokens=tokens, max_new_tokens=30)
         assert torch.equal(result, expected(family, ids, max_new_tokens=30))
+
+
+def test_assisted_generation_of_a_padded_prompt(family: str):
+    ids = random_ids(1, 10, seed=84)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    right = expected(family, ids[:, 4:])[0, 6:]
+    padded = ids.masked_fill(mask == 0, 0)
+    for result in (
+        run(family, padded, 4, attention_mask=mask, prompt_lookup_num_tokens=3),
+        assisted(family, padded, "near", attention_mask=mask),
+        assisted(family, padded, "perfect", attention_mask=mask, buffer_len=4),
+    ):
+        assert torch.equal(result[0, 10:], right)
 
 
 def test_assisted_generation_stops_at_the_end_token(family: str):

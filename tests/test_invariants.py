@@ -369,6 +369,22 @@ def test_02_a_very_long_forward_is_a_prefill_again(family: str, buffer_len: int)
     made.verify()
 
 
+def test_02_a_very_long_masked_forward_is_a_prefill_again(family: str):
+    """Padding on both sides of the place where such a forward is cut, and a row that takes no part in it."""
+    made = session(family, 3, True, buffer_len=4, max_window=5)
+    made.append(6, mask=left_padding(3, 6, [0, 4, 2]))
+    made.append(1)
+    mask = torch.ones(3, 280, dtype=torch.long)
+    mask[0, 3:9] = 0
+    mask[1, 274:278] = 0
+    mask[2] = 0
+    made.append(280, mask=mask)
+    assert made.cache.max_croppable >= 5
+    made.check_states()
+    made.crop([5, 2, 0])
+    made.verify()
+
+
 # ------------------------------------------------------------------------------------------------ 3. rollback is exact
 @lengths
 def test_03_rollback_of_every_depth(family: str, buffer_len: int):
@@ -514,6 +530,14 @@ def test_05_row_operations_move_everything(family: str, buffer_len: int, recordi
     if recording:
         made.crop(4)
         made.verify()
+
+
+def test_05_a_mask_selects_rows(family: str):
+    made = session(family, 3, buffer_len=4)
+    run_program(made, [5, 1, 1])
+    made.cache.batch_select_indices(torch.tensor([True, False, True]))
+    made.select([0, 2])
+    run_program(made, [1, 2])
 
 
 @lengths

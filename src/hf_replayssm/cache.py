@@ -36,6 +36,12 @@ from .positions import Positions, ReplayForward, Rows, Segment
 LONGEST_WINDOW = 256
 
 
+RIGHT_PADDING = (
+    "The attention mask pads on the right. With a cache the next token would follow the padding: set "
+    "`tokenizer.padding_side = 'left'` (or call the model without a cache)."
+)
+
+
 @dataclass
 class ReplayStats:
     """
@@ -102,6 +108,7 @@ class ReplayCache(Cache):
         self.max_window = self.replay_config.max_window
         self.forward_in_progress: ReplayForward | None = None
         self.interrupted = False
+        self.resume_at = 0  # for `generate`: columns that the next first round need not feed again
         self.stats = ReplayStats()
 
     # One forward.
@@ -135,10 +142,7 @@ class ReplayCache(Cache):
             if bool(mask.all()):
                 mask = None
             elif now.columns == 0 and bool((mask.any(1) & ~mask[:, -1]).any()):
-                raise ValueError(
-                    "The attention mask pads on the right. With a cache the next token would follow the padding: set "
-                    "`tokenizer.padding_side = 'left'` (or call the model without a cache)."
-                )
+                raise ValueError(RIGHT_PADDING)
 
         zeros = torch.zeros(batch_size, dtype=torch.long)
         if now.batch_size is None:

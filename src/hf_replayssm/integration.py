@@ -13,7 +13,7 @@ from transformers.generation.configuration_utils import GenerationConfig, Genera
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
 
-from .cache import ReplayCache
+from .cache import RIGHT_PADDING, ReplayCache
 from .config import ReplayConfig
 from .families import FAMILIES, Family, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
@@ -213,7 +213,10 @@ class ReplayGeneration(ReplacedClass):
         else:
             super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         if isinstance(cache, ReplayCache):
+            if not generation_config.is_assistant:  # whose masks are guesses, from drafts that may be pad ids
+                _refuse_right_padding(model_kwargs.get("attention_mask"))
             cache.record_past = assisted or bool(generation_config.is_assistant)
+            cache.resume_at = 0
             if generation_config.is_assistant:
                 _announce_window(cache, self.generation_config.num_assistant_tokens)
         elif assisted:
@@ -233,20 +236,24 @@ class ReplayGeneration(ReplacedClass):
         _announce_window(cache, drafts)
         # Upstream's first round feeds all `input_ids` again, also those that a warm cache has seen.
         mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.shape[1] != input_ids.shape[1]:
+            raise ValueError(
+                f"Assisted generation takes the whole sequence: `input_ids` has {input_ids.shape[1]} columns, the "
+                f"attention mask {mask.shape[1]}. Pass the tokens that the cache has seen as well."
+            )
         columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-        past = cache.get_seq_length()
-        self._replay_seen_before = past if past > 0 and columns == input_ids.shape[1] else 0
+        cache.resume_at = cache.get_seq_length() if columns == input_ids.shape[1] else 0
         return generator
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
-        seen = self.__dict__.pop("_replay_seen_before", 0)
-        if kwargs.get("next_sequence_length") is None:
-            # See `_get_candidate_generator`: the first round of assisted generation on a warm cache.
-            if seen and kwargs.get("is_first_iteration"):
-                kwargs["next_sequence_length"] = input_ids.shape[1] - seen
-        elif isinstance(cache := kwargs.get("cache"), ReplayCache) and cache.record_past and cache.get_seq_length():
-            # A later round: its window may have grown (the heuristic schedule adds two after a full match).
-            _announce_window(cache, kwargs["next_sequence_length"])
+        cache = kwargs.get("cache")
+        if isinstance(cache, ReplayCache) and cache.record_past and cache.get_seq_length() > 0:
+            if kwargs.get("next_sequence_length") is not None:
+                # A later round: its window may have grown (the heuristic schedule adds two after a full match).
+                _announce_window(cache, kwargs["next_sequence_length"])
+            elif kwargs.get("is_first_iteration") and cache.resume_at:
+                # See `_get_candidate_generator`: the first round of assisted generation on a warm cache.
+                kwargs["next_sequence_length"] = input_ids.shape[1] - cache.resume_at
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
@@ -270,6 +277,12 @@ class ReplayGeneration(ReplacedClass):
     generate_batch = _refuse_continuous_batching
     init_continuous_batching = _refuse_continuous_batching
     continuous_batching_context_manager = _refuse_continuous_batching
+
+
+def _refuse_right_padding(mask: torch.Tensor | None) -> None:
+    """The cache sees it in a first forward; with `prefill_chunk_size`, and in a later turn, only `generate` does."""
+    if mask is not None and mask.dim() == 2 and bool(((mask[:, -1] == 0) & (mask != 0).any(1)).any()):
+        raise ValueError(RIGHT_PADDING)
 
 
 def _announce_window(cache: ReplayCache, drafts: float | None) -> None:

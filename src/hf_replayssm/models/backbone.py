@@ -15,6 +15,7 @@ import torch
 
 from ..cache import ReplayCache
 from ..families import signature
+from ..layers import attention_part
 from ..ops import backend
 from .replaced import ReplacedClass
 
@@ -103,23 +104,22 @@ class ReplayBackbone(ReplacedClass):
     ) -> None:
         """Completes the attention mask to all columns, and the position ids when they were left out."""
         given, past = arguments.get("attention_mask"), cache.get_seq_length()
-        has_attention = len(cache.replay_layers) < len(cache.layers) or "position_ids" in parameters(self)
-        padding = cache.padding_mask(inputs.device)
-        if has_attention and (given is None or (isinstance(given, torch.Tensor) and given.dim() == 2)):
+        has_attention = any(attention_part(layer) is not None for layer in cache.layers)
+        if has_attention and not isinstance(given, dict):
             if given is not None and given.shape[1] not in (tokens, past + tokens):
                 raise ValueError(
                     f"The attention mask has {given.shape[1]} columns. With {past} in the cache and {tokens} new ones "
                     f"it takes {tokens} or {past + tokens} (or none, when there is no padding among the new ones)."
                 )
-            if given is not None and given.shape[1] == past + tokens and padding is None:
-                pass
-            elif mask is not None or padding is not None or (given is not None and past > 0):
-                seen = padding
-                if seen is None:
-                    seen = torch.ones((inputs.shape[0], past), dtype=torch.bool, device=inputs.device)
-                if given is not None and given.shape[1] == past + tokens:
-                    seen = seen & given[:, :past].to(seen.device, torch.bool)
-                new = torch.ones_like(seen[:, :1]).expand(-1, tokens) if mask is None else mask.to(seen.device)
+            # Of the past the cache knows best: what the recurrence has seen, attention looks at as well. (`generate`
+            # guesses masks from pad ids, and takes a generated pad id in an earlier turn for padding.)
+            seen = cache.padding_mask(inputs.device)
+            if seen is None and mask is None:
+                arguments["attention_mask"] = None
+            else:
+                all_real = torch.ones((inputs.shape[0], past + tokens), dtype=torch.bool, device=inputs.device)
+                seen = all_real[:, :past] if seen is None else seen
+                new = all_real[:, past:] if mask is None else mask.to(inputs.device)
                 arguments["attention_mask"] = torch.cat([seen, new], dim=1).long()
 
         if "position_ids" in parameters(self) and arguments.get("position_ids") is None:
@@ -134,14 +134,18 @@ class ReplayBackbone(ReplacedClass):
 
 def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tensor | None:
     """
-    Which of the new columns are tokens, (batch, tokens) bool, from any mask that a model of transformers is given:
-    None, (batch, columns) with at least the new ones, a dict of masks by layer type, or a 4D mask, which says nothing
-    of padding.
+    Which of the new columns are tokens, (batch, tokens) bool, from the mask that a model is given: None, (batch,
+    columns) with at least the new ones, of which the last are taken, or a dict of such masks by layer type.
     """
     if isinstance(attention_mask, dict):
         attention_mask = attention_mask.get("linear_attention")
-    if attention_mask is None or attention_mask.dim() == 4:
+    if attention_mask is None:
         return None
+    if attention_mask.dim() == 4:
+        raise ValueError(
+            "A 4D attention mask does not say which tokens are padding, which a recurrent state has to know. Pass a 2D "
+            "mask (batch, columns), or call the model without a cache."
+        )
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < tokens:
         raise ValueError(
             f"The attention mask {tuple(attention_mask.shape)} does not cover the inputs: it takes a row for each of "
