@@ -44,7 +44,7 @@ def load(name: str | None, dtype: str, load_bundled):
     if name is None:
         return load_bundled(**({} if dtype == "auto" else {"dtype": dtype}))
     device_map = "auto" if torch.cuda.is_available() else None
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, trust_remote_code=False)
     return model.eval(), AutoTokenizer.from_pretrained(name)
 
 

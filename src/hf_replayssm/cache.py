@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from .config import ReplayConfig
 from .families import family_of_config, signature
 from .layers import REPLAY_LAYER_TYPES, CropError, ReplayLayer, attention_part
+from .ops.refuse_backward import RefuseBackward
 from .positions import Positions, ReplayForward, Rows, Segment
 
 
@@ -228,9 +229,9 @@ class ReplayCache(Cache):
         else:
             held, croppable, fold_first = now.held, now.croppable, None
             if int((held + counts).max()) > capacity:
-                # As far as the capacity goes, a window in front of the new tokens stays as well: the crop after them
-                # may reach behind them.
-                keep = max(now.since_crop, min(window, capacity - tokens))
+                # Behind the last crop a window stays as well (as far as the capacity goes): with two tokenizers a
+                # draft's crop reaches behind it, on top of all tokens since.
+                keep = now.since_crop + min(window, max(0, capacity - tokens))
                 keep = torch.full_like(held, keep).minimum(croppable)
                 keep = now.real_among_newest(keep)
                 fold_first = Rows(held - keep)
@@ -514,6 +515,13 @@ class ReplayCache(Cache):
         if layer_idx is not None and not isinstance(self.layers[layer_idx], ReplayLayer):
             return super().has_previous_state(layer_idx, state_idx)
         return self.positions.columns > 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args, **kwargs):
+        new = key_states, value_states
+        keys, values = super().update(key_states.detach(), value_states.detach(), layer_idx, *args, **kwargs)
+        if torch.is_grad_enabled():  # what is kept must not hold on to the graph; a gradient is refused as in a mixer
+            keys, values = RefuseBackward.apply(keys, *new), RefuseBackward.apply(values, *new)
+        return keys, values
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args, **kwargs) -> torch.Tensor:
         return self.layers[layer_idx].update_conv_state(conv_states, *args, **kwargs)

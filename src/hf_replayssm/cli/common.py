@@ -137,8 +137,9 @@ def load_model(name: str, *, dtype: str | None, device: str, device_map: str | N
     place = None if device_map is not None else pick_device(device)
     path = bundled.target_path() if name == BUNDLED else name
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        # Said outright, transformers refuses remote code instead of asking on the terminal.
+        model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **options)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ValueError(explain_loading(str(path), error)) from error
     if place is not None:

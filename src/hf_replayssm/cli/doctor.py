@@ -114,7 +114,7 @@ def _config(model: str) -> Any:
 
     path = bundled.target_path() if model == common.BUNDLED else model
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)  # refuses instead of asking
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(common.explain_loading(str(path), error)) from error
 

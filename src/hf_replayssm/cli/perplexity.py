@@ -53,7 +53,9 @@ def perplexity(
     mode: Annotated[
         Mode, typer.Option("--mode", help="One token at a time, windows of tokens, or one forward without a cache.")
     ] = Mode.step,
-    window: Annotated[int, typer.Option("--window", min=1, help="Tokens per forward in mode window.")] = 8,
+    window: Annotated[
+        int | None, typer.Option("--window", min=1, help="Tokens per forward in mode window (8 unless given).")
+    ] = None,
     batch_size: Annotated[
         int, typer.Option("--batch-size", "-b", min=1, help="Changes the speed, not the result.")
     ] = 8,
@@ -96,6 +98,8 @@ def perplexity(
             raise typer.BadParameter("--compare goes through the caches: use --mode step or --mode window.")
         if compare.value == cache.value:
             raise typer.BadParameter(f"--compare {compare.value}: that is the cache itself. Name another one.")
+    if window is not None and mode is not Mode.window:
+        raise typer.BadParameter(f"--window {window} goes with --mode window; the mode is {mode.value}.")
     if carry and (context is not None or stride is not None):
         raise typer.BadParameter("--context and --stride cut independent contexts: leave them out with --carry.")
     uses_replay = mode is not Mode.full and "replayssm" in (cache.value, compare and compare.value)
@@ -119,7 +123,7 @@ def perplexity(
     settings = {
         "mode": mode.value,
         "cache": cache.value,
-        "window": window,
+        "window": window or 8,
         "batch_size": batch_size,
         "carry_state": carry,
         "max_length": context,

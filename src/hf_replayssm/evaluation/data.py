@@ -116,6 +116,8 @@ def _open_file(path: Path, *, split: str | None, config: str | None, text_unit: 
             f"{path} ends in {ending or 'nothing'}, so its format is unknown. Rename it to one of "
             f"{', '.join(FILE_READERS)}."
         )
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty: there is no text in it.")
     options = {}
     if reader == "text":
         options["sample_by"] = {"paragraph": "paragraph", "line": "line", "file": "document"}[text_unit]
@@ -155,11 +157,10 @@ def _first_line(error: BaseException) -> str:
 # ------------------------------------------------------------------------------------------------------- columns
 def _column(rows, column: str | None, source: str) -> Iterator[str]:
     """The text of each row. The column is checked on the first row, before anything is returned."""
-    iterator = iter(rows)
-    try:
-        first = next(iterator)
-    except StopIteration:
-        raise ValueError(f"{source} has no rows.") from None
+    iterator = _readable(rows, source)
+    first = next(iterator, None)
+    if first is None:
+        raise ValueError(f"{source} has no rows.")
     columns = ", ".join(f"{name} ({type(value).__name__})" for name, value in first.items())
     if column is None:
         strings = [name for name, value in first.items() if isinstance(value, str)]
@@ -174,6 +175,16 @@ def _column(rows, column: str | None, source: str) -> Iterator[str]:
         kind = type(first[column]).__name__
         raise ValueError(f"Column {column!r} of {source} holds {kind}, not text. Its columns are: {columns}.")
     return _texts(itertools.chain([first], iterator), column, source)
+
+
+def _readable(rows: Iterable[dict], source: str) -> Iterator[dict]:
+    """The rows; what goes wrong in reading them (no UTF-8, not the format that the name says) is said with the source."""
+    try:
+        yield from rows
+    except Exception as error:
+        raise ValueError(
+            f"{source} could not be read ({_first_line(error)}). It takes UTF-8 text, or the format that its name says."
+        ) from error
 
 
 def _texts(rows: Iterable[dict], column: str, source: str) -> Iterator[str]:

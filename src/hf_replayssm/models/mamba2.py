@@ -16,23 +16,9 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from ..cache import ReplayCache
 from ..layers import ReplayLayer
 from ..ops import backend, mamba2
+from ..ops.refuse_backward import RefuseBackward
 from ..positions import Segment
 from .replaced import ReplacedClass
-
-
-class RefuseBackward(torch.autograd.Function):
-    """Passes `y` on; a gradient that comes back for one of `inputs` is refused, rather than lost without a word."""
-
-    @staticmethod
-    def forward(ctx, y: torch.Tensor, *inputs: torch.Tensor | None) -> torch.Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        raise RuntimeError(
-            "A gradient cannot go back through a ReplayCache: its buffers carry none. Call the model without a cache "
-            "(`use_cache=False`)."
-        )
 
 
 class ReplayMamba2Mixer(ReplacedClass):
