@@ -242,18 +242,26 @@ class ReplayGeneration(ReplacedClass):
                 f"attention mask {mask.shape[1]}. Pass the tokens that the cache has seen as well."
             )
         columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
-        cache.resume_at = cache.get_seq_length() if columns == input_ids.shape[1] else 0
+        whole = input_ids if model_kwargs.get("inputs_embeds") is None else model_kwargs["inputs_embeds"]
+        cache.resume_at = cache.get_seq_length() if columns == whole.shape[1] else 0
         return generator
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         cache = kwargs.get("cache")
-        if isinstance(cache, ReplayCache) and cache.record_past and cache.get_seq_length() > 0:
-            if kwargs.get("next_sequence_length") is not None:
+        if isinstance(cache, ReplayCache) and cache.get_seq_length() > 0:
+            if cache.record_past and kwargs.get("next_sequence_length") is not None:
                 # A later round: its window may have grown (the heuristic schedule adds two after a full match).
                 _announce_window(cache, kwargs["next_sequence_length"])
-            elif kwargs.get("is_first_iteration") and cache.resume_at:
+            elif cache.record_past and kwargs.get("is_first_iteration") and cache.resume_at:
                 # See `_get_candidate_generator`: the first round of assisted generation on a warm cache.
-                kwargs["next_sequence_length"] = input_ids.shape[1] - cache.resume_at
+                whole = input_ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+                kwargs["next_sequence_length"] = whole.shape[1] - cache.resume_at
+            # Upstream slices with [-0:] and the like then, and feeds what the cache has seen once more.
+            if kwargs.get("next_sequence_length") is not None and kwargs["next_sequence_length"] < 1:
+                raise ValueError(
+                    f"The cache has seen {cache.get_seq_length()} columns, which is all of the prompt: there is no new "
+                    "token to go on from. Add to the prompt, or take the last token back (`cache.crop(-1)`)."
+                )
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):

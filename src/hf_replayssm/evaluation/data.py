@@ -178,7 +178,7 @@ def _column(rows, column: str | None, source: str) -> Iterator[str]:
 
 
 def _readable(rows: Iterable[dict], source: str) -> Iterator[dict]:
-    """The rows; what goes wrong in reading them (no UTF-8, not the format that the name says) is said with the source."""
+    """The rows. What goes wrong in reading them (no UTF-8, another format than the name says) names the source."""
     try:
         yield from rows
     except Exception as error:
