@@ -384,7 +384,9 @@ def test_right_padding_in_a_cached_prefill(family: str):
 
 def test_masks_of_a_wrong_shape(family: str):
     made = warm(family)
-    for shape in ((2, 3), (2, 5), (2, 100), (3, 1), (1, 10), (2,)):
+    # A pure state-space model looks at the newest columns only, so any longer mask will do.
+    lengths = [] if family == "mamba2" else [(2, 3), (2, 5), (2, 100)]
+    for shape in (*lengths, (3, 1), (1, 10), (2, 0), (2,)):
         refused(made, "mask|batch", input_ids=random_ids(2, 1), attention_mask=torch.ones(shape, dtype=torch.long))
     made.verify()
 

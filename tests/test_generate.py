@@ -44,10 +44,10 @@ TAKES_EMBEDS = ("mamba2", "granitemoehybrid")
 
 @functools.cache
 def _expected(name: str, rows: tuple, seed: int | None, options: tuple) -> torch.Tensor:
-    ids = torch.tensor(rows)
+    ids, model = torch.tensor(rows), shared_model(name)
     if seed is not None:
         torch.manual_seed(seed)
-    return shared_model(name).generate(
+    return model.generate(
         ids, attention_mask=torch.ones_like(ids), use_cache=False, **{"do_sample": False, **dict(options)}
     )
 

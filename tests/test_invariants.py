@@ -727,7 +727,7 @@ def test_07_masked_tokens_with_the_mask_of_everything(family: str):
 
 @lengths
 def test_07_the_content_of_masked_tokens_is_irrelevant(family: str, buffer_len: int):
-    """Bit by bit: other tokens under the mask, the same logits of the real ones, the same states."""
+    """Other tokens under the mask, the same logits of the real ones and the same states: bit by bit without experts."""
     results = []
     for filler in (0, 50):
         cache = hf_replayssm.ReplayCache(config=shared_model(family).config, buffer_len=buffer_len)
@@ -744,8 +744,12 @@ def test_07_the_content_of_masked_tokens_is_irrelevant(family: str, buffer_len: 
             cache.get_recurrent_state(index).flatten() for index in mamba_layer_indices(shared_model(family).config)
         ]
         results.append((torch.cat(kept), torch.cat(states)))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    if family in ("nemotron_h", "granitemoehybrid"):  # experts multiply the tokens that chose them in one product
+        assert_same_logits(results[0][0], results[1][0], 1e-5)
+        assert_same_logits(results[0][1], results[1][1], 1e-5)
+    else:
+        assert torch.equal(results[0][0], results[1][0])
+        assert torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.parametrize(

@@ -274,8 +274,9 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
 def tiny_model(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     """A fresh tiny model of the family (or variant) `name`, in eval mode and fp32; `overrides` are config fields."""
     _, model_class, _ = FAMILIES[family_of(name)]
-    torch.manual_seed(seed)
-    model = model_class(tiny_config(name, **overrides)).eval()
+    with torch.random.fork_rng(devices=[]):  # a model made in the middle of a test does not change what it draws
+        torch.manual_seed(seed)
+        model = model_class(tiny_config(name, **overrides)).eval()
     _draw_weights(model, seed)
     model.requires_grad_(False)
     # Tokens of a random model mean nothing: generation runs to its length, unless a test sets an end token. Without a
