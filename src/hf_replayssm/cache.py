@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,11 +127,7 @@ class ReplayCache(Cache):
                 last forward failed half-way.
         """
         now = self.positions
-        if self.interrupted:
-            raise ValueError(
-                "The last forward through this cache failed half-way, so its layers no longer agree. Call "
-                "`cache.reset()` and start over, or `cache.restore(...)` a snapshot taken before."
-            )
+        self._refuse_interrupted()
         if num_tokens == 0:
             raise ValueError("A forward through a cache takes at least one token; this one has none.")
         if now.batch_size not in (None, batch_size):
@@ -154,32 +151,46 @@ class ReplayCache(Cache):
 
     def end_forward(self) -> None:
         """Closes the forward: moves the write positions to where the tokens went."""
-        forward, now = self.forward_in_progress, self.positions
-        self.forward_in_progress = None
-        held = torch.zeros_like(forward.after.held) if now.held is None else now.held
-        counts = [segment.counts.values for segment in forward.segments]
+        forward = self.forward_in_progress
+        stats = self._counted(forward)
+        self.stats, self.positions, self.forward_in_progress = stats, forward.after, None
+
+    def _counted(self, forward: ReplayForward) -> ReplayStats:
+        """The counters with this forward."""
         state_bytes = sum(layer.checkpoint[0].numel() * layer.checkpoint.element_size() for layer in self.replay_layers)
         slot_bytes = sum(layer.inputs.slot_bytes for layer in self.replay_layers)
-        writes = 0
+        writes = appended = 0
         for segment in forward.segments:
+            counts = segment.counts.values
             if segment.scan:
-                writes += int(((held > 0) | (segment.counts.values > 0)).sum())
+                writes += int(((segment.start.values > 0) | (counts > 0)).sum())
                 continue
-            for fold in (segment.fold_first, segment.fold_last):
-                writes += 0 if fold is None else int((fold.values > 0).sum())
-            self.stats.input_bytes_written += int(segment.counts.values.sum()) * slot_bytes
-        self.stats.forwards += 1
-        self.stats.buffer_growths += forward.grows
-        self.stats.tokens += int(sum(count.sum() for count in counts))
-        self.stats.checkpoint_writes += writes
-        self.stats.checkpoint_bytes_written += writes * state_bytes
-        self.stats.per_token_bytes += int((sum(counts) > 0).sum()) * state_bytes
-        self.positions = forward.after
+            appended += int(counts.sum())
+            writes += sum(int((fold.values > 0).sum()) for fold in (segment.fold_first, segment.fold_last) if fold)
+        tokens = sum(segment.counts.values for segment in forward.segments)
+        now = self.stats
+        return dataclasses.replace(
+            now,
+            forwards=now.forwards + 1,
+            tokens=now.tokens + int(tokens.sum()),
+            checkpoint_writes=now.checkpoint_writes + writes,
+            checkpoint_bytes_written=now.checkpoint_bytes_written + writes * state_bytes,
+            per_token_bytes=now.per_token_bytes + int((tokens > 0).sum()) * state_bytes,
+            input_bytes_written=now.input_bytes_written + appended * slot_bytes,
+            buffer_growths=now.buffer_growths + forward.grows,
+        )
 
     def abort_forward(self) -> None:
         """Closes a forward that failed. If a layer had begun to change, the cache refuses to go on."""
         forward, self.forward_in_progress = self.forward_in_progress, None
         self.interrupted = forward is not None and (forward.touched or self._attention_moved())
+
+    def _refuse_interrupted(self) -> None:
+        if self.interrupted:
+            raise ValueError(
+                "The last forward through this cache failed half-way, so its layers no longer agree. Call "
+                "`cache.reset()` and start over, or `cache.restore(...)` a snapshot taken before."
+            )
 
     def _attention_moved(self) -> bool:
         return any(
@@ -333,11 +344,12 @@ class ReplayCache(Cache):
             CropError: a positive count, a depth beyond `max_croppable`, or a cache that does not record its past.
         """
         now = self.positions
+        self._refuse_interrupted()
         counts = self._crop_counts(tokens_to_remove)
         if not now.recording:
             raise CropError(
                 "`crop` was called on a cache that does not record its past. Call `cache.activate_past_recording()` "
-                "before the forward whose tokens may have to go."
+                "before the forward whose tokens may have to go (`generate` without drafts switches it off)."
             )
         if counts is None or now.seen is None:
             return
@@ -400,7 +412,7 @@ class ReplayCache(Cache):
                 )
             counts = counts.long()
         else:
-            counts = torch.full((batch or 1,), int(tokens_to_remove), dtype=torch.long)
+            counts = torch.full((batch or 1,), operator.index(tokens_to_remove), dtype=torch.long)
         if bool((counts > 0).any()):
             raise CropError(
                 f"`crop` takes counts <= 0, the number of tokens to remove as a negative number, not "
@@ -453,6 +465,7 @@ class ReplayCache(Cache):
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Row i becomes what row `beam_idx[i]` was; rows may repeat, and their number may change."""
+        self._refuse_interrupted()
         if self.positions.batch_size is None:
             return
         self.positions = self.positions.select(beam_idx.to("cpu"))

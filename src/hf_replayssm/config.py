@@ -13,7 +13,7 @@ CHECKPOINT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    # Not for serving: the tests hold the cache against a float64 model with it.
+    # Not for serving: for the state of a model that runs in float64.
     "float64": torch.float64,
 }
 BACKENDS = ("auto", "triton", "torch")

@@ -15,7 +15,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .cache import RIGHT_PADDING, ReplayCache
 from .config import ReplayConfig
-from .families import FAMILIES, Family, family_of_config, signature, supported_families
+from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
 from .models.backbone import ReplayBackbone, bind, refuse_packed
 from .models.mamba2 import ReplayMamba2Mixer
@@ -26,8 +26,8 @@ from .versions import warn_outside_tested_range
 REPLAY_IMPLEMENTATIONS = ("replayssm", "replayssm_static")
 MIXERS = {"mamba2": ReplayMamba2Mixer}  # by Family.recurrence
 
-# A draft window may be a little longer than the number of drafts asked for (the bonus token, and a schedule that adds
-# two after a full match): the room in front of the first growth of the buffer.
+# A draft window may be a little longer than the number of drafts asked for: the bonus token, and a schedule that adds
+# two after a full match.
 WINDOW_MARGIN = 4
 
 
@@ -142,6 +142,7 @@ class ReplayGeneration(ReplacedClass):
     """Goes in front of the class of a model that generates. The names are hooks of transformers' `GenerationMixin`."""
 
     _replay_config: ReplayConfig
+    _keeps_signature = ("forward", "prepare_inputs_for_generation")
 
     # Upstream refuses drafts for models with a state, since it cannot take tokens back. A replay cache can;
     # `_validate_generation_mode` refuses them for the other caches.
@@ -366,8 +367,3 @@ def _enabling(loader, config: ReplayConfig):
         return loaded
 
     return load
-
-
-def family_of(model: torch.nn.Module) -> Family:
-    """The family of an enabled or supported model. `ValueError` when there is none."""
-    return _parts(model)[1][0][2]

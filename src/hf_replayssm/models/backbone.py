@@ -36,6 +36,8 @@ def refuse_packed(arguments: dict[str, Any]) -> None:
 class ReplayBackbone(ReplacedClass):
     """Goes in front of an upstream base model (see `replaced.py`)."""
 
+    _keeps_signature = ("forward",)
+
     def forward(self, *args, **kwargs):
         arguments = bind(self, args, kwargs)
         if isinstance(arguments.get("cache"), ReplayCache):
@@ -57,10 +59,10 @@ class ReplayBackbone(ReplacedClass):
         try:
             self._fill_in(cache, arguments, inputs, tokens, mask)
             outputs = super().forward(**arguments)
+            cache.end_forward()
         except BaseException:
             cache.abort_forward()
             raise
-        cache.end_forward()
         return outputs
 
     def _check(

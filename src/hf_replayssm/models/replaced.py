@@ -19,6 +19,7 @@ class ReplacedClass:
 
     _replaced_class: type  # upstream's
     _mixin: type
+    _keeps_signature: tuple[str, ...] = ()  # methods whose parameters transformers looks at to see what a model takes
 
     def __reduce_ex__(self, protocol: int):
         # The class is made at run time, so it cannot be found by its name: name what it is made of. (Used by deepcopy
@@ -41,10 +42,8 @@ def replacement(mixin: type[ReplacedClass], upstream: type) -> type:
         "_replaced_class": upstream,
         "_mixin": mixin,
     }
-    # transformers looks at the parameters of these to see what a model takes.
-    for name in ("forward", "prepare_inputs_for_generation"):
-        if name in mixin.__dict__:
-            namespace[name] = _with_signature_of(getattr(upstream, name), mixin.__dict__[name])
+    for name in mixin._keeps_signature:
+        namespace[name] = _with_signature_of(getattr(upstream, name), mixin.__dict__[name])
     return type(upstream.__name__, (mixin, upstream), namespace)
 
 
