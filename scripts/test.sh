@@ -7,4 +7,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh"
 # Tiny models: two processes of one thread each are faster than one process of two.
 export OMP_NUM_THREADS=1
 "$python" -m ruff check .
-exec "$python" -m pytest -n 2 "$@"
+exec "$python" -m pytest -n 2 --dist worksteal "$@"
