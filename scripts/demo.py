@@ -25,17 +25,24 @@ from hf_replayssm.evaluation import compare_caches, load_documents
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return int(text)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--model", help="model id or path (default: the bundled hybrid)")
     add("--draft", help="draft model for speculation (default: the bundled one; prompt lookup with --model)")
     add("--prompt", default="The carriage stopped at the door, and Emma", help="what the text begins with")
-    add("--max-new-tokens", type=int, default=120, help="length of the text (default: %(default)s)")
-    add("--buffer-len", type=int, default=16, help="tokens between two writes of the state (default: %(default)s)")
+    add("--max-new-tokens", type=positive, default=120, help="length of the text (default: %(default)s)")
+    add("--buffer-len", type=positive, default=16, help="tokens between two writes of the state (default: %(default)s)")
     add("--data", help="text file (.txt, .jsonl, .parquet) or data set id (default: the bundled held-out text)")
-    add("--eval-tokens", type=int, default=2000, help="tokens in the perplexity (default: %(default)s)")
-    add("--dtype", default="auto", help="of the weights (default: as they are stored)")
+    add("--eval-tokens", type=positive, default=2000, help="tokens in the perplexity (default: %(default)s)")
+    dtypes = ("auto", "float32", "bfloat16", "float16")
+    add("--dtype", default="auto", choices=dtypes, help="of the weights (default: as they are stored)")
     return parser.parse_args()
 
 
@@ -45,7 +52,7 @@ def load(name: str | None, dtype: str, load_bundled):
         return load_bundled(**({} if dtype == "auto" else {"dtype": dtype}))
     device_map = "auto" if torch.cuda.is_available() else None
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, device_map=device_map, trust_remote_code=False)
-    return model.eval(), AutoTokenizer.from_pretrained(name)
+    return model.eval(), AutoTokenizer.from_pretrained(name, trust_remote_code=False)
 
 
 def upstream_step_skips_dt_limit(model) -> bool:
@@ -124,6 +131,8 @@ def main() -> int:
     if args.model is None:
         torch.set_num_threads(1)  # the bundled models are too small to share out
     console.rule("hf_replayssm")
+    # What can be wrong is read first: the data are small, the text takes a while.
+    documents = load_documents(args.data or bundled.heldout_path("jsonl"))
     model, tokenizer = load(args.model, args.dtype, bundled.load_target)
     hf_replayssm.enable(model, buffer_len=args.buffer_len)
     inputs = tokenizer(args.prompt, return_tensors="pt").to(model.device)
@@ -170,7 +179,6 @@ def main() -> int:
     )
 
     # 3. Perplexity, one token at a time through both caches.
-    documents = load_documents(args.data or bundled.heldout_path("jsonl"))
     replay = {"buffer_len": args.buffer_len}
     with console.status("Perplexity"):
         result = compare_caches(
@@ -190,4 +198,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:  # a model that does not load or is not supported, data that cannot be read
+        sys.exit(f"demo: {' '.join(str(error).split())}")

@@ -94,8 +94,8 @@ class ReplayCache(Cache):
     """
 
     def __init__(self, config=None, replay_config: ReplayConfig | None = None, **fields: Any):
-        if config is None:
-            raise ValueError("A ReplayCache is built for a model: pass `config=model.config`.")
+        if not hasattr(config, "get_text_config"):
+            raise ValueError(f"A ReplayCache is built for a model: pass `config=model.config`, not {type(config)}.")
         self.replay_config = (replay_config or ReplayConfig()).replace(**fields)
         text_config = config.get_text_config(decoder=True)
         family_of_config(text_config)
@@ -402,6 +402,8 @@ class ReplayCache(Cache):
     def _crop_counts(self, tokens_to_remove: int | torch.Tensor) -> torch.Tensor | None:
         """The counts as a (batch,) tensor of numbers >= 0 (None on a cache without rows and nothing to remove)."""
         batch = self.positions.batch_size
+        if isinstance(tokens_to_remove, (list, tuple)):
+            tokens_to_remove = torch.tensor(tokens_to_remove)
         if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dim() > 0:
             counts = tokens_to_remove.to("cpu")
             wrong_shape = counts.dim() != 1 or (batch is not None and len(counts) != batch)
@@ -486,7 +488,11 @@ class ReplayCache(Cache):
     # Copies.
 
     def snapshot(self) -> ReplayCache:
-        """A copy that [`restore`] takes."""
+        """A copy that [`restore`] takes, as `copy.deepcopy` makes it."""
+        return copy.deepcopy(self)
+
+    def __copy__(self) -> ReplayCache:
+        # Layers write in place: two caches that share them would be no copies.
         return copy.deepcopy(self)
 
     def restore(self, snapshot: ReplayCache) -> None:
@@ -554,7 +560,8 @@ class ReplayCache(Cache):
     def __repr__(self) -> str:
         return (
             f"ReplayCache({self.signature.model_type}, layers={len(self.layers)}, replayed={len(self.replay_layers)}, "
-            f"batch={self.batch_size}, length={self.get_seq_length()}, {self.replay_config})"
+            f"batch={self.batch_size}, length={self.get_seq_length()}, max_window={self.max_window}, "
+            f"{self.replay_config})"
         )
 
 

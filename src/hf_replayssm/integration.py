@@ -40,14 +40,15 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
             It is changed in place and returned: its mixers replay when they are given a [`ReplayCache`], and
             `generate` makes one by default. With any other cache, or none, it computes what it computed before.
             None: every later `from_pretrained` and `from_config` of a supported family comes enabled.
-        **fields: of [`ReplayConfig`]: the settings of the caches that `generate` makes.
+        **fields: of [`ReplayConfig`]: the settings of the caches that `generate` makes. On a model that is enabled
+            already they change what they name and leave the rest.
 
     Raises:
         ValueError: nothing to enable (with the list of what is supported), remote code, a mixer that replay would not
             reach, or an invalid setting. Nothing is changed then.
         TypeError: not a model.
     """
-    config = ReplayConfig.from_dict(fields)
+    config = ReplayConfig.from_dict(fields)  # raises for unknown or invalid fields
     warn_outside_tested_range()
     if model is None:
         _enable_later_models(config)
@@ -68,7 +69,7 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
         replace_class(module, ReplayBackbone)
     for _, module in generators:
         replace_class(module, ReplayGeneration)
-        module._replay_config = config
+        module._replay_config = getattr(module, "_replay_config", ReplayConfig()).replace(**fields)
     for name, module, _ in mixers:
         _assert_reached(module, name)
     return model
@@ -200,8 +201,10 @@ class ReplayGeneration(ReplacedClass):
         """The settings of the cache that `generate` makes; None when it makes upstream's."""
         if generation_config.cache_implementation not in (None, "replayssm"):
             return None
-        config = getattr(self, "_replay_config", None) or ReplayConfig()
-        return config.replace(**(generation_config.cache_config or {}))
+        given = generation_config.cache_config or {}
+        if isinstance(given, ReplayConfig):
+            return given
+        return getattr(self, "_replay_config", ReplayConfig()).replace(**given)
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
         # Replay is the default cache. Recording is switched for every call: upstream switches it on for assisted
