@@ -132,3 +132,33 @@ def test_a_model_on_the_second_device():
     cache = hf_replayssm.ReplayCache(config=model.config)
     logits = torch.cat([model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in range(30)], 1)
     assert_same_logits(logits, expected)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@torch.no_grad()
+def test_layers_on_two_devices(family, tmp_path):
+    """accelerate moves the activations; buffers, positions and masks follow the layers."""
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    ids = random_ids(2, 30)
+    expected = model.cuda()(input_ids=ids.cuda(), use_cache=False).logits
+    prefix = model.base_model_prefix
+    backbone = getattr(model, prefix)
+    device_map = {f"{prefix}.{name}": 0 for name, _ in backbone.named_children() if name != "layers"}
+    device_map |= {f"{prefix}.layers.{i}": int(i >= len(backbone.layers) // 2) for i in range(len(backbone.layers))}
+    device_map |= {name: 0 for name, _ in model.named_children() if name != prefix}
+    spread = hf_replayssm.enable(type(model).from_pretrained(tmp_path, device_map=device_map).eval(), buffer_len=4)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = hf_replayssm.ReplayCache(config=spread.config, buffer_len=4)
+    cache.activate_past_recording()
+    logits = spread(input_ids=ids[:, :12].cuda(), attention_mask=mask.cuda(), cache=cache).logits
+    logits = [logits] + [spread(input_ids=ids[:, t : t + 1].cuda(), cache=cache).logits for t in range(12, 20)]
+    assert_same_logits(torch.cat(logits, 1)[:1], expected[:1, :20])
+    assert {layer.checkpoint.device.index for layer in cache.replay_layers} == {0, 1}
+    cache.crop(torch.tensor([-3, -1]))
+    new = torch.stack([ids[0, 17:18], ids[1, 19:20]]).cuda()
+    again = spread(input_ids=new, cache=cache).logits
+    assert_same_logits(again[0], expected[0, 17:18])

@@ -174,3 +174,36 @@ def test_the_longest_window():
     cache.crop(-256)
     logits = model(input_ids=ids[:, 5:15], cache=cache).logits
     assert_same_logits(logits, whole_forward(shared_model("bamba"), ids[:, :15])[:, 5:])
+
+
+@torch.no_grad()
+def test_every_kind_of_copy_is_a_copy():
+    model, ids = enabled_model("bamba"), random_ids(1, 20)
+    cache = ReplayCache(config=model.config, buffer_len=4)
+    model(input_ids=ids[:, :7], cache=cache)
+    copies = [copy.copy(cache), copy.deepcopy(cache), cache.snapshot()]
+    model(input_ids=random_ids(1, 6, seed=9), cache=cache)
+    for other in copies:
+        logits = model(input_ids=ids[:, 7:], cache=other).logits
+        assert_same_logits(logits, whole_forward(shared_model("bamba"), ids)[:, 7:])
+
+
+def test_settings_add_up_and_may_come_as_a_config():
+    model = hf_replayssm.enable(copy_of("mamba2"), buffer_len=4)
+    hf_replayssm.enable(model, max_window=8)
+    made = model.generate(random_ids(1, 5), max_new_tokens=2, return_dict_in_generate=True).cache.replay_config
+    assert (made.buffer_len, made.max_window) == (4, 8)
+    given = hf_replayssm.ReplayConfig(buffer_len=7)
+    output = model.generate(random_ids(1, 5), max_new_tokens=2, return_dict_in_generate=True, cache_config=given)
+    assert output.cache.replay_config == given
+    with pytest.raises(ValueError, match=r"config=model\.config"):
+        ReplayCache(config=model)
+
+
+@torch.no_grad()
+def test_a_crop_by_a_list():
+    model, ids = enabled_model("bamba"), random_ids(2, 12)
+    cache = recording(model)
+    model(input_ids=ids[:, :8], cache=cache)
+    cache.crop([-3, 0])
+    assert cache.lengths.tolist() == [5, 8]
