@@ -136,7 +136,8 @@ def test_a_model_on_the_second_device():
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+# Zamba2's layers share attention blocks, which upstream cannot have on two devices, with replay or without.
+@pytest.mark.parametrize("family", [family for family in FAMILY_NAMES if family != "zamba2"])
 @torch.no_grad()
 def test_layers_on_two_devices(family, tmp_path):
     """accelerate moves the activations; buffers, positions and masks follow the layers."""
