@@ -190,7 +190,8 @@ class ReplayGeneration(ReplacedClass):
             return
         model_type = getattr(assistant.config.get_text_config(decoder=True), "model_type", None)
         if model_type in FAMILIES:
-            enable(assistant, **self._replay_config.to_dict())  # a draft must take tokens back as well
+            # A draft must take tokens back as well. The limit on dt is a matter of each model.
+            enable(assistant, **self._replay_config.replace(time_step_limit=None).to_dict())
         elif assistant._is_stateful:
             raise ValueError(
                 f"The assistant {type(assistant).__name__} has a recurrent state that cannot take drafts back. Use an "
