@@ -136,7 +136,7 @@ def test_a_model_on_the_second_device():
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-# Zamba2's layers share attention blocks, which upstream cannot have on two devices, with replay or without.
+# Not Zamba2: its layers share attention blocks, and with this device map one block would have to be on both devices.
 @pytest.mark.parametrize("family", [family for family in FAMILY_NAMES if family != "zamba2"])
 @torch.no_grad()
 def test_layers_on_two_devices(family, tmp_path):
