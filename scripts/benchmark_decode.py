@@ -116,7 +116,16 @@ def main() -> None:
         )
     if args.json:
         with open(args.json, "w") as file:
-            json.dump({"megabytes": megabytes, "device": device, "results": results}, file, indent=2)
+            about = {
+                "date": time.strftime("%Y-%m-%d"),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "device": device,
+                "threads": torch.get_num_threads(),
+                "dtype": args.dtype,
+                "megabytes": megabytes,
+            }
+            json.dump({**about, "results": results}, file, indent=2)
 
 
 if __name__ == "__main__":

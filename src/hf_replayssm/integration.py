@@ -67,6 +67,7 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
         replace_class(module, MIXERS[family.recurrence])
     for _, module, _ in backbones:
         replace_class(module, ReplayBackbone)
+        module._replay_signature = signature(module.config)
     for _, module in generators:
         replace_class(module, ReplayGeneration)
         module._replay_config = getattr(module, "_replay_config", ReplayConfig()).replace(**fields)
@@ -81,8 +82,8 @@ def disable(model: torch.nn.Module | None = None) -> torch.nn.Module | None:
         _disable_later_models()
         return None
     for module in model.modules():
-        if isinstance(module, ReplayGeneration):
-            module.__dict__.pop("_replay_config", None)
+        for name in ("_replay_config", "_replay_signature"):
+            module.__dict__.pop(name, None)
         restore_class(module)
     return model
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..cache import ReplayCache
-from ..families import signature
+from ..families import Signature
 from ..layers import attention_part
 from ..ops import backend
 from .replaced import ReplacedClass
@@ -37,6 +37,7 @@ class ReplayBackbone(ReplacedClass):
     """Goes in front of an upstream base model (see `replaced.py`)."""
 
     _keeps_signature = ("forward",)
+    _replay_signature: Signature  # set by `enable`: reading it off the config takes longer than all else before a step
 
     def forward(self, *args, **kwargs):
         arguments = bind(self, args, kwargs)
@@ -74,11 +75,10 @@ class ReplayBackbone(ReplacedClass):
         device: torch.device,
     ) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
-        ours = signature(self.config)
-        if cache.signature != ours:
+        if cache.signature != self._replay_signature:
             raise ValueError(
                 f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
-                f"({ours}). Build it with `ReplayCache(config=model.config)`."
+                f"({self._replay_signature}). Build it with `ReplayCache(config=model.config)`."
             )
         if self.training and torch.is_grad_enabled():
             raise ValueError(
