@@ -157,7 +157,7 @@ class ReplayCache(Cache):
 
     def _counted(self, forward: ReplayForward) -> ReplayStats:
         """The counters with this forward."""
-        state_bytes = sum(layer.checkpoint[0].numel() * layer.checkpoint.element_size() for layer in self.replay_layers)
+        state_bytes = sum(layer.checkpoint.nbytes // layer.checkpoint.shape[0] for layer in self.replay_layers)
         slot_bytes = sum(layer.inputs.slot_bytes for layer in self.replay_layers)
         writes = appended = 0
         for segment in forward.segments:

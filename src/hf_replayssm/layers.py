@@ -41,7 +41,7 @@ class InputBuffer:
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of one row."""
-        return sum(t[0].numel() * t.element_size() for t in self.tensors()) // self.capacity
+        return sum(t.numel() * t.element_size() for t in self.tensors()) // (self.dt.shape[0] * self.capacity)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.x, self.B, self.dt
