@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import FAMILY_NAMES, RTOL, assert_same_logits, random_ids, tiny_model
+from tiny_models import FAMILY_NAMES, RTOL, assert_same_logits, poison, random_ids, tiny_model
 
 import hf_replayssm
 
@@ -30,13 +30,6 @@ def pair(family: str, backend: str, dtype: torch.dtype = torch.float32):
     """(untouched, enabled) on the device."""
     model = tiny_model(family).to("cuda", dtype)
     return model, hf_replayssm.enable(copy.deepcopy(model), backend=backend)
-
-
-def poison(cache) -> None:
-    for layer in cache.replay_layers:
-        for row, held in enumerate(cache.held.tolist()):
-            for buffer in layer.inputs.tensors():
-                buffer[row, :, held:] = float("nan")
 
 
 @pytest.mark.parametrize("backend", ["triton", "torch"])

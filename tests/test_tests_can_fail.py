@@ -30,7 +30,7 @@ import hf_replayssm
 from hf_replayssm.cache import ReplayCache
 from hf_replayssm.layers import InputBuffer, ReplayLayer
 from hf_replayssm.ops import mamba2 as ops
-from hf_replayssm.positions import Positions
+from hf_replayssm.positions import Positions, Rows, Segment
 
 
 def rollbacks(name: str, model=None) -> None:
@@ -63,6 +63,18 @@ def flushes_while_recording(name: str, model=None) -> None:
     for _ in range(8):
         made.append(1)
         made.cache.crop(0)
+    made.compare()
+
+
+def around_the_ring(name: str, model=None) -> None:
+    """More tokens than the buffer has slots, rows apart, windows that run over its end; then a larger buffer."""
+    made = Session(name, 2, model=model, buffer_len=4, max_window=3)
+    made.cache.activate_past_recording()
+    made.append(3)
+    for round_ in range(9):
+        made.append(3)
+        made.crop([round_ % 2, (round_ // 2) % 3] if round_ > 4 else round_ % 2)
+    made.append(20)
     made.compare()
 
 
@@ -106,7 +118,7 @@ def padding(name: str, model=None) -> None:
     made.compare()
 
 
-PROGRAMS = (rollbacks, flushes, flushes_while_recording, rows, equal_rows, copies, padding)
+PROGRAMS = (rollbacks, flushes, flushes_while_recording, around_the_ring, rows, equal_rows, copies, padding)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
@@ -189,7 +201,55 @@ def the_fold_forgets_the_decay(patch) -> None:
 
 
 def folded_inputs_stay_in_the_buffer(patch) -> None:
-    patch.setattr(InputBuffer, "drop", lambda self, count: None)
+    patch.setattr(Segment, "behind_fold", property(lambda self: (self.first, self.start, self.end)))
+
+
+def a_fold_does_not_move_the_first_slot(patch) -> None:
+    end = ReplayCache.end_forward
+
+    def broken(self):
+        end(self)
+        self.positions = dataclasses.replace(self.positions, first=torch.zeros_like(self.positions.first))
+
+    patch.setattr(ReplayCache, "end_forward", broken)
+
+
+def a_read_does_not_wrap(patch) -> None:
+    """It takes the last slot again and again instead of going on from slot 0."""
+
+    def broken(self, count, capacity, device):
+        begin = self.values[:, None] if self.same is None else self.same % capacity
+        return (begin + torch.arange(count)).clamp(max=capacity - 1).to(device)
+
+    patch.setattr(Rows, "slots_from", broken)
+
+
+def a_write_does_not_wrap(patch) -> None:
+    index = Segment.write_index
+
+    def broken(self, capacity, device):
+        row, token, slot = index(self, 10 * capacity, device)
+        return row, token, slot.clamp(max=capacity - 1)
+
+    patch.setattr(Segment, "write_index", broken)
+
+
+def growth_keeps_the_old_slots(patch) -> None:
+    grown = InputBuffer.grown
+
+    def broken(self, capacity, first):
+        return grown(self, capacity, Rows(torch.zeros_like(first.values)))
+
+    patch.setattr(InputBuffer, "grown", broken)
+
+
+def rows_begin_where_the_first_row_does(patch) -> None:
+    in_order = InputBuffer.in_order
+
+    def broken(self, first, count):
+        return in_order(self, Rows(first.values[:1].expand_as(first.values)), count)
+
+    patch.setattr(InputBuffer, "in_order", broken)
 
 
 def a_step_ignores_the_buffer(patch) -> None:
@@ -288,6 +348,11 @@ FAULTS = {
     the_fold_misses_the_newest_token: flushes,
     the_fold_forgets_the_decay: flushes,
     folded_inputs_stay_in_the_buffer: flushes_while_recording,
+    a_fold_does_not_move_the_first_slot: around_the_ring,
+    a_read_does_not_wrap: around_the_ring,
+    a_write_does_not_wrap: around_the_ring,
+    growth_keeps_the_old_slots: around_the_ring,
+    rows_begin_where_the_first_row_does: around_the_ring,
     a_step_ignores_the_buffer: flushes,
     a_token_is_written_to_another_slot: flushes,
     a_read_goes_one_slot_too_far: flushes,

@@ -356,15 +356,21 @@ def enabled_model(name: str) -> PreTrainedModel:
     return ENABLED_MODELS[name]
 
 
-def poison(cache) -> None:
-    """Fill every unused buffer slot with NaN: a read of one that is not masked by `where` cannot go unseen."""
+def used_slots(cache, layer) -> torch.Tensor:
+    """(batch, slots) bool: which slots of the layer's buffer, a ring, hold a token."""
+    slots = layer.inputs.dt.shape[2]
+    place = (torch.arange(slots) - cache.positions.first[:, None]) % slots  # counted from the oldest token
+    return place < cache.held[:, None]
+
+
+def poison(cache, value: float = math.nan) -> None:
+    """Fill every unused buffer slot with `value`: a read of one that is not masked by `where` cannot go unseen."""
     for layer in replay_layers(cache):
         if layer.inputs is None or layer.inputs.x is None:
             continue
-        for row, held in enumerate(cache.held.tolist()):
-            layer.inputs.x[row, :, held:] = math.nan
-            layer.inputs.B[row, :, held:] = math.nan
-            layer.inputs.dt[row, :, held:] = math.nan
+        row, slot = (index.to(layer.inputs.dt.device) for index in (~used_slots(cache, layer)).nonzero(as_tuple=True))
+        for buffer in (layer.inputs.x, layer.inputs.B, layer.inputs.dt):
+            buffer[row, :, slot] = value
 
 
 def fingerprint(thing, path: str = "cache", seen: set | None = None) -> dict[str, object]:
@@ -503,12 +509,17 @@ class Session:
         return random_ids(self.batch, length, seed=1000 * self._next_seed + length)
 
     @torch.no_grad()
-    def append(self, tokens: int | torch.Tensor, mask: torch.Tensor | None = None, **kwargs) -> torch.Tensor:
-        """One forward over `tokens` new random tokens (or these ids); `mask` (batch, T) says which are real."""
+    def append(
+        self, tokens: int | torch.Tensor, mask: torch.Tensor | None = None, filler: float = math.nan, **kwargs
+    ) -> torch.Tensor:
+        """
+        One forward over `tokens` new random tokens (or these ids); `mask` (batch, T) says which are real. Unused slots
+        are full of `filler` before it.
+        """
         ids = self.fresh_ids(tokens) if isinstance(tokens, int) else tokens
         if mask is not None:
             kwargs.setdefault("attention_mask", mask)
-        poison(self.cache)
+        poison(self.cache, filler)
         out = self.model(input_ids=ids, cache=self.cache, use_cache=True, **kwargs)
         assert out.cache is self.cache, "the forward used another cache than the one it was given"
         assert torch.isfinite(out.logits).all(), "logits are not finite"

@@ -144,7 +144,7 @@ class ReplayCache(Cache):
 
         zeros = torch.zeros(batch_size, dtype=torch.long)
         if now.batch_size is None:
-            now = dataclasses.replace(now, seen=zeros, held=zeros, croppable=zeros, holes=zeros)
+            now = dataclasses.replace(now, seen=zeros, held=zeros, first=zeros, croppable=zeros, holes=zeros)
         plan = self._plan_recorded if now.recording else self._plan_unrecorded
         self.forward_in_progress = plan(now, num_tokens, mask)
         return self.forward_in_progress
@@ -209,12 +209,12 @@ class ReplayCache(Cache):
             # One row at `buffer_len` folds all rows: they stay in step, and the state is passed over once.
             held = now.held + counts
             flush = int(held.max()) >= buffer_len
-            segment = self._segment(now.held, now.seen, slice(0, tokens), mask, fold_last=Rows(held) if flush else None)
-            held = torch.zeros_like(held) if flush else held
+            segment = self._segment(now, slice(0, tokens), mask, fold_last=Rows(held) if flush else None)
         else:
-            segment = self._segment(now.held, now.seen, slice(0, tokens), mask, scan=True)
-            held = torch.zeros_like(counts)
-        after = dataclasses.replace(after, held=held, croppable=torch.zeros_like(held), since_crop=0)
+            segment, flush = self._segment(now, slice(0, tokens), mask, scan=True), True
+        zeros = torch.zeros_like(counts)
+        held, first = (zeros, zeros) if flush else (held, now.first)
+        after = dataclasses.replace(after, held=held, first=first, croppable=zeros, since_crop=0)
         return ReplayForward(tokens, [segment], after, capacity, ring=0)
 
     def _plan_recorded(self, now: Positions, tokens: int, mask: torch.Tensor | None) -> ReplayForward:
@@ -223,62 +223,69 @@ class ReplayCache(Cache):
         a prefill (a first forward, or one of more than `LONGEST_WINDOW` tokens) only the former.
         """
         window, buffer_len = self.max_window, self.replay_config.buffer_len
-        capacity = buffer_len + window
+        limit = buffer_len + window  # tokens held beyond which old ones are folded
         after = self._extended(now, tokens, mask)
         counts = after.seen - now.seen
-        first = now.columns == 0
-        if tokens > (window if first else max(LONGEST_WINDOW, capacity)):
+        prefill = tokens > (window if now.columns == 0 else max(LONGEST_WINDOW, limit))
+
+        # New tokens are appended before old ones are folded: there is room for one more window, here of the drafts
+        # and the token before them. A buffer that a round outgrows grows by a good step, so that the next rounds do
+        # not copy it again.
+        need, present = window if prefill else int((now.held + counts).max()), self._capacity()
+        capacity = max(limit + window + 1, present)
+        grows = need > capacity
+        capacity = need + buffer_len if grows else capacity
+        if capacity > present:  # a larger buffer is laid out afresh
+            now = dataclasses.replace(now, first=torch.zeros_like(now.first))
+
+        if prefill:
             cut = tokens - window
             early, late = (None, None) if mask is None else (mask[:, :cut], mask[:, cut:])
-            scan = self._segment(now.held, now.seen, slice(0, cut), early, scan=True)
-            seen = now.seen + scan.counts.values
-            rest = self._segment(torch.zeros_like(seen), seen, slice(cut, tokens), late)
+            scan = self._segment(now, slice(0, cut), early, scan=True)
+            zeros = torch.zeros_like(counts)
+            between = dataclasses.replace(now, seen=now.seen + scan.counts.values, held=zeros, first=zeros)
+            rest = self._segment(between, slice(cut, tokens), late)
             after = dataclasses.replace(
-                after, held=rest.counts.values, croppable=torch.full_like(seen, window), since_crop=window
+                after, held=rest.counts.values, first=zeros, croppable=torch.full_like(zeros, window), since_crop=window
             )
             segments = [scan, rest]
         else:
-            held, croppable, fold_first = now.held, now.croppable, None
-            if int((held + counts).max()) > capacity:
-                # Behind the last crop a window stays as well (as far as the capacity goes): with two tokenizers a
+            held, first, croppable, fold_first = now.held, now.first, now.croppable, None
+            if int((held + counts).max()) > limit:
+                # Behind the last crop a window stays as well (as far as the limit goes): with two tokenizers a
                 # draft's crop reaches behind it, on top of all tokens since.
-                keep = now.since_crop + min(window, max(0, capacity - tokens))
+                keep = now.since_crop + min(window, max(0, limit - tokens))
                 keep = torch.full_like(held, keep).minimum(croppable)
                 keep = now.real_among_newest(keep)
                 fold_first = Rows(held - keep)
-                held = held - fold_first.values
+                held, first = held - fold_first.values, (first + fold_first.values) % capacity
                 croppable = croppable.minimum(now.columns_holding(held))
                 fold_first = fold_first or None
-            rest = self._segment(held, now.seen, slice(0, tokens), mask, fold_first=fold_first)
-            after = dataclasses.replace(
-                after, held=held + counts, croppable=croppable + tokens, since_crop=now.since_crop + tokens
-            )
-            segments = [rest]
-        need, present = int(after.held.max()), self._capacity()
-        grows = need > max(capacity, present)
-        # A buffer that a round outgrows grows by a good step, so that the next rounds do not copy it again.
-        capacity = need + buffer_len if grows else max(capacity, present)
+            segments = [self._segment(now, slice(0, tokens), mask, fold_first=fold_first)]
+            after = dataclasses.replace(after, croppable=croppable + tokens, since_crop=now.since_crop + tokens)
+            after = after.holding(held + counts, first)
         return ReplayForward(tokens, segments, after, capacity, ring=capacity, grows=grows)
 
     def _segment(
         self,
-        held: torch.Tensor,
-        seen: torch.Tensor,
+        now: Positions,
         columns: slice,
         mask: torch.Tensor | None,
         scan: bool = False,
         fold_first: Rows | None = None,
         fold_last: Rows | None = None,
     ) -> Segment:
+        """The segment of these columns, for rows that stand where `now` says."""
         tokens = columns.stop - columns.start
         order = None
-        counts = torch.full_like(held, tokens)
+        counts = torch.full_like(now.held, tokens)
         if mask is not None and not bool(mask.all()):
             counts = mask.sum(1)
             order = (~mask).long().argsort(dim=1, stable=True)
         if scan:
-            fold_last = Rows(torch.ones_like(held))
-        return Segment(columns, scan, Rows(counts), Rows(held), Rows(seen), fold_first, fold_last or None, order)
+            fold_last = Rows(torch.ones_like(now.held))
+        first, start, seen = Rows(now.first), Rows(now.held), Rows(now.seen)
+        return Segment(columns, scan, Rows(counts), first, start, seen, fold_first, fold_last or None, order)
 
     def _extended(self, now: Positions, tokens: int, mask: torch.Tensor | None) -> Positions:
         """`now` with the new columns counted."""
@@ -390,11 +397,10 @@ class ReplayCache(Cache):
             now,
             columns=columns,
             seen=now.seen - real,
-            held=now.held - real,
             croppable=now.croppable - counts,
             mask=mask,
             holes=columns - lengths,
-        )
+        ).holding(now.held - real, now.first)
         for layer in self.layers:
             if (part := attention_part(layer)) is not None and layer.is_initialized:
                 self._crop_attention(layer, part, counts, now.columns - columns)

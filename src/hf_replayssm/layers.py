@@ -27,6 +27,9 @@ class InputBuffer:
     """
     The inputs of the tokens since the checkpoint, for one layer: x (b, h, slots, p) and B (b, g, slots, n) in the
     activation dtype, dt (b, h, slots) in float32.
+
+    The slots are a ring: what a row holds begins at a slot of its own (`Positions.first`) and goes on from slot 0
+    behind the last one. So a fold of old tokens moves a number, and no slot is copied.
     """
 
     names = ("x", "B", "dt")
@@ -49,41 +52,46 @@ class InputBuffer:
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> InputBuffer:
         return InputBuffer(*(function(tensor) for tensor in self.tensors()))
 
-    def grown(self, capacity: int) -> InputBuffer:
-        """A copy with more slots."""
+    def grown(self, capacity: int, first: Rows) -> InputBuffer:
+        """A copy with more slots, in which every row begins at slot 0; `first` is where it begins in this one."""
 
         def grow(tensor: torch.Tensor) -> torch.Tensor:
             larger = tensor.new_zeros((*tensor.shape[:2], capacity, *tensor.shape[3:]))
             larger[:, :, : tensor.shape[2]] = tensor
             return larger
 
-        return self.map(grow)
+        return InputBuffer(*self.in_order(first, self.capacity)).map(grow)
+
+    def in_order(self, first: Rows, count: int) -> tuple[torch.Tensor, ...]:
+        """
+        x, B and dt with the `count` slots of each row from slot `first` on as slots 0, 1, ... (others may follow): what
+        the reference ops read. Views, unless rows begin at different slots or these run over the end of the ring.
+        """
+        if first.same == 0:
+            return self.tensors()
+        count = max(count, 1)  # the ops find a slot to gather from, should all rows be empty
+        if first.same is not None:
+            begin = first.same % self.capacity
+            if begin + count <= self.capacity:
+                return tuple(tensor[:, :, begin : begin + count] for tensor in self.tensors())
+        slots = first.slots_from(count, self.capacity, self.dt.device)
+        if slots.dim() == 1:
+            return tuple(tensor.index_select(2, slots) for tensor in self.tensors())
+        row = torch.arange(len(slots), device=slots.device)[:, None]
+        return tuple(tensor[row, :, slots].transpose(1, 2) for tensor in self.tensors())
 
     def write(self, new: tuple[torch.Tensor, ...], segment: Segment) -> None:
         """Appends x (b, t, h, p), B (b, t, g, n), dt (b, t, h): real tokens only, at each row's write position."""
-        if segment.start.same is not None and segment.order is None:
-            slots = slice(segment.start.same, segment.end.same)
-            for buffer, values in zip(self.tensors(), new):
-                buffer[:, :, slots] = values.transpose(1, 2)
-            return
-        device = self.dt.device
-        real = torch.arange(segment.num_tokens) < segment.counts.values[:, None]
-        row, token = (index.to(device) for index in real.nonzero(as_tuple=True))
-        slot = segment.start.tensor(device)[row] + token
+        if segment.order is None and segment.first.same is not None and segment.start.same is not None:
+            begin = (segment.first.same + segment.start.same) % self.capacity
+            end = begin + segment.num_tokens
+            if end <= self.capacity:
+                for buffer, values in zip(self.tensors(), new):
+                    buffer[:, :, begin:end] = values.transpose(1, 2)
+                return
+        row, token, slot = segment.write_index(self.capacity, self.dt.device)
         for buffer, values in zip(self.tensors(), new):
             buffer[row, :, slot] = values[row, token].to(buffer.dtype)
-
-    def drop(self, count: Rows) -> None:
-        """Removes each row's first `count` slots; later ones move to the front. (What lies behind is unspecified.)"""
-        capacity = self.capacity
-        if count.same is not None:
-            for buffer in self.tensors():
-                buffer[:, :, : capacity - count.same] = buffer[:, :, count.same :].clone()
-            return
-        source = (torch.arange(capacity) + count.values[:, None]).clamp(max=capacity - 1).to(self.dt.device)
-        for buffer in self.tensors():
-            index = source.view(len(source), 1, capacity, *[1] * (buffer.dim() - 3)).expand_as(buffer)
-            buffer.copy_(buffer.gather(2, index))
 
 
 class ReplayLayer(LinearAttentionLayer):
@@ -144,17 +152,16 @@ class ReplayLayer(LinearAttentionLayer):
         return out
 
     def append(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, segment: Segment) -> None:
-        """Folds what the segment says must go first, then buffers its tokens: x (b, t, h, p), B (b, t, g, n), dt."""
+        """Folds what the segment says must go first, and buffers its tokens: x (b, t, h, p), B (b, t, g, n), dt."""
         self._reserve_state(x, B, dt, A)
         if segment.fold_first is not None:
-            self._write_checkpoint(self._fold(segment.fold_first), segment.fold_first)
-            self.inputs.drop(segment.fold_first)
+            self._write_checkpoint(self._fold(segment.first, segment.fold_first), segment.fold_first)
         self.inputs.write((x, B, dt), segment)
 
     def flush(self, segment: Segment) -> None:
         """Folds everything, if this segment is the one that fills the buffer."""
         if segment.fold_last is not None:
-            self._write_checkpoint(self._fold(segment.fold_last), segment.fold_last)
+            self._write_checkpoint(self._fold(segment.first, segment.fold_last), segment.fold_last)
 
     def flush_to(self, state: torch.Tensor, segment: Segment) -> None:
         """The same where the caller has the state after the segment at hand."""
@@ -165,7 +172,7 @@ class ReplayLayer(LinearAttentionLayer):
     ) -> torch.Tensor | None:
         """The whole state that a scan starts from (b, h, p, n), float32; None when no row has seen a token."""
         self._reserve_state(x, B, dt, A)
-        return self._fold(segment.start) if segment.seen else None
+        return self._fold(segment.first, segment.start) if segment.seen else None
 
     # The state.
 
@@ -173,7 +180,8 @@ class ReplayLayer(LinearAttentionLayer):
         """The state after all tokens, pending ones included: (b, h, p, n), float32. None before the first forward."""
         if self.checkpoint is None:
             return None
-        return self._fold(Rows(self.cache.positions.held)).clone()
+        positions = self.cache.positions
+        return self._fold(Rows(positions.first), Rows(positions.held)).clone()
 
     def newest_conv_inputs(self) -> torch.Tensor | None:
         """The newest `kernel` raw inputs as upstream lays them out: (b, conv_dim, kernel), zeros before the start."""
@@ -183,10 +191,10 @@ class ReplayLayer(LinearAttentionLayer):
         slots, exists = ring_slots(seen, self.conv_kernel_size[0], self.conv_inputs.shape[1], self.conv_inputs.device)
         return self._ring_read(slots, exists).transpose(1, 2)
 
-    def _fold(self, count: Rows) -> torch.Tensor:
-        return mamba2.fold(
-            self.inputs.x, self.inputs.B, self.inputs.dt, self.A, self.checkpoint, count.on(self.checkpoint.device)
-        )
+    def _fold(self, first: Rows, count: Rows) -> torch.Tensor:
+        """The state after the `count` oldest tokens of the buffer, which begin at slot `first`."""
+        inputs = self.inputs.in_order(first, count.max)
+        return mamba2.fold(*inputs, self.A, self.checkpoint, count.on(self.checkpoint.device))
 
     def _write_checkpoint(self, state: torch.Tensor, count: Rows) -> None:
         """The only place that writes a checkpoint: the rows for which `count` is not zero take their new `state`."""
@@ -206,7 +214,7 @@ class ReplayLayer(LinearAttentionLayer):
             return
         with torch.inference_mode(False):  # plain tensors, so that the cache can go on outside of inference mode
             if self.checkpoint is not None:
-                self.inputs = self.inputs.grown(forward.capacity)
+                self.inputs = self.inputs.grown(forward.capacity, Rows(self.cache.positions.first))
                 return
             batch, _, heads, head_dim = x.shape
             groups, state = B.shape[2:]

@@ -23,9 +23,13 @@ class Rows:
 
     def __init__(self, values: torch.Tensor):
         self.values = values  # (batch,) int64, on the CPU
-        first = int(values[0])
-        self.same = first if bool((values == first).all()) else None
-        self._on: dict[torch.device, torch.Tensor] = {}
+        distinct = set(values.tolist())
+        self.same = distinct.pop() if len(distinct) == 1 else None
+        self._on: dict[Any, torch.Tensor] = {}
+
+    @cached_property
+    def max(self) -> int:
+        return int(self.values.max()) if self.same is None else self.same
 
     def on(self, device: torch.device) -> int | torch.Tensor:
         """The shared integer, or the (batch,) tensor on `device`."""
@@ -36,6 +40,14 @@ class Rows:
         if device not in self._on:
             self._on[device] = self.values.to(device)
         return self._on[device]
+
+    def slots_from(self, count: int, capacity: int, device: torch.device) -> torch.Tensor:
+        """The `count` slots of a ring from each row's integer on: (count,) when the rows agree, else (b, count)."""
+        key = (count, capacity, device)
+        if key not in self._on:
+            begin = self.values[:, None] if self.same is None else self.same
+            self._on[key] = ((begin + torch.arange(count)) % capacity).to(device)
+        return self._on[key]
 
     def __bool__(self) -> bool:
         return self.same != 0
@@ -48,17 +60,22 @@ class Segment:
 
     `scan=False`: the tokens are appended to the buffer and replayed. `scan=True`: a prefill; all that is held and the
     segment's own tokens are folded into the checkpoint, and the buffer is empty afterwards.
+
+    `first`, `start` and `seen` describe the rows before the segment, and before anything is folded. The buffer is a
+    ring: what a row holds lies in the places 0, 1, ... from slot `first` on, place i in slot (first + i) % capacity;
+    new token i goes to place start + i.
     """
 
     columns: slice
     scan: bool
     counts: Rows  # real tokens
-    start: Rows  # write position before the segment (after `fold_first`)
-    seen: Rows  # tokens that the row had seen before the segment
-    fold_first: Rows | None = None  # slots to fold before the tokens are appended
-    fold_last: Rows | None = None  # slots to fold after them: all of the row's, or 0
+    first: Rows  # the slot of the oldest token held
+    start: Rows  # tokens held: the write position
+    seen: Rows  # tokens that the row had seen
+    fold_first: Rows | None = None  # how many of the oldest to fold before the tokens are replayed
+    fold_last: Rows | None = None  # how many to fold after that: all of the row's, or 0 (a scan: 1, for all)
     order: torch.Tensor | None = None  # (b, t): real tokens first; None when all are real
-    _on: dict[Any, torch.Tensor] = field(default_factory=dict)
+    _on: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -66,8 +83,40 @@ class Segment:
 
     @cached_property
     def end(self) -> Rows:
-        """One past the newest valid slot, once the tokens are appended."""
+        """Tokens held once the new ones are appended, and before anything is folded."""
         return Rows(self.start.values + self.counts.values)
+
+    @cached_property
+    def behind_fold(self) -> tuple[Rows, Rows, Rows]:
+        """`first`, `start` and `end` once `fold_first` has been folded (`first` may be past the end of the ring)."""
+        if self.fold_first is None:
+            return self.first, self.start, self.end
+        folded = self.fold_first.values
+        return Rows(self.first.values + folded), Rows(self.start.values - folded), Rows(self.end.values - folded)
+
+    def kernel_positions(self, device: torch.device) -> torch.Tensor:
+        """
+        (5, b) int32 on `device`, as the Triton kernels take positions: the rows SEEN, FIRST, HELD, COUNT, FOLD, all as
+        before the segment. FOLD counts the oldest tokens, new ones included, that go into the checkpoint; of a scan it
+        is all that is held, whose state the scan starts from.
+        """
+        key = ("kernel", device)
+        if key not in self._on:
+            fold = self.start if self.scan else self.fold_first or self.fold_last
+            rows = [self.seen.values, self.first.values, self.start.values, self.counts.values]
+            rows.append(torch.zeros_like(self.start.values) if fold is None else fold.values)
+            self._on[key] = torch.stack(rows).to(torch.int32).to(device)
+        return self._on[key]
+
+    def write_index(self, capacity: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Row, number in `real_first` order and buffer slot of each real token of the segment, on `device`."""
+        key = ("write", capacity, device)
+        if key not in self._on:
+            real = torch.arange(self.num_tokens) < self.counts.values[:, None]
+            row, token = real.nonzero(as_tuple=True)
+            slot = (self.first.values[row] + self.start.values[row] + token) % capacity
+            self._on[key] = (row.to(device), token.to(device), slot.to(device))
+        return self._on[key]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`order`, its inverse, and which tokens are real in that order, each (b, t), on `device`."""
@@ -136,6 +185,7 @@ class Positions:
     columns: int = 0  # of the longest row
     seen: torch.Tensor | None = None  # tokens
     held: torch.Tensor | None = None  # tokens in the buffer: the write position
+    first: torch.Tensor | None = None  # the slot of the oldest of them (the buffer is a ring); 0 where there is none
     croppable: torch.Tensor | None = None  # newest columns that a crop may still remove
     mask: torch.Tensor | None = None  # (batch, columns) bool: which columns are tokens; None when all are
     holes: torch.Tensor | None = None  # columns on the left of each row that are there because another row is longer
@@ -145,6 +195,10 @@ class Positions:
     @property
     def batch_size(self) -> int | None:
         return None if self.seen is None else self.seen.shape[0]
+
+    def holding(self, held: torch.Tensor, first: torch.Tensor) -> Positions:
+        """The same with `held` tokens from slot `first` on; a row that holds none starts again at slot 0."""
+        return dataclasses.replace(self, held=held, first=torch.where(held > 0, first, 0))
 
     def real_among_newest(self, columns: torch.Tensor) -> torch.Tensor:
         """How many of the newest `columns` (batch,) columns of each row are tokens."""
@@ -166,6 +220,7 @@ class Positions:
             self,
             seen=pick(self.seen),
             held=pick(self.held),
+            first=pick(self.first),
             croppable=pick(self.croppable),
             mask=pick(self.mask),
             holes=pick(self.holes),

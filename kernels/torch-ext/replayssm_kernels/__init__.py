@@ -12,7 +12,8 @@ from ._availability import is_available, unavailable_reason
 __all__ = ["is_available", "unavailable_reason"]
 
 if is_available():
-    from . import mamba2_step
-    from .mamba2_step import replay_step
+    from ._conv import causal_conv
+    from ._positions import COUNT, FIRST, FOLD, HELD, SEEN
+    from .mamba2 import mamba2_decode, mamba2_fold, mamba2_step
 
-    __all__ += ["mamba2_step", "replay_step"]
+    __all__ += ["causal_conv", "mamba2_decode", "mamba2_fold", "mamba2_step", "SEEN", "FIRST", "HELD", "COUNT", "FOLD"]

@@ -1,10 +1,12 @@
-"""What every launcher needs: the right device, and sizes that triton accepts."""
+"""What every launcher needs: the right device, checks of arguments on the host, and sizes that triton accepts."""
 
 from __future__ import annotations
 
 import contextlib
 
 import torch
+
+from ._positions import ROWS
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -16,3 +18,28 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
 
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
+
+
+def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its last dimension contiguous (as every projection gives it; else a copy)."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    if tensor.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with the other arguments it must be {tuple(shape)}.")
+    if tensor.device != like.device:
+        raise ValueError(f"{name} is on {tensor.device}, others are on {like.device}: move it there.")
+
+
+def check_owned(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
+    """A tensor of the cache, which is written in place."""
+    check(name, tensor, shape, like)
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous (it is written in place): allocate it so.")
+
+
+def check_positions(positions: torch.Tensor, batch: int, like: torch.Tensor) -> None:
+    check("positions", positions, (ROWS, batch), like)
+    if positions.dtype != torch.int32 or not positions.is_contiguous():
+        raise ValueError(f"positions must be a contiguous int32 tensor, not {positions.dtype}.")

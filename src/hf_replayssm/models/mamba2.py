@@ -102,17 +102,20 @@ class ReplayMamba2Mixer(ReplacedClass):
             return y
 
         layer.append(x, B, dt, A, segment)
-        inputs, device = layer.inputs, x.device
+        first, start, end = segment.behind_fold
+        inputs, device = layer.inputs.in_order(first, end.max), x.device
         if tokens == 1 and segment.fold_last is not None and segment.fold_last.same is not None:
             # All rows flush at this token: its state is needed anyway, and gives the output as well.
-            state = mamba2.fold(*inputs.tensors(), A, layer.checkpoint, segment.end.on(device))
+            state = mamba2.fold(*inputs, A, layer.checkpoint, end.on(device))
             layer.flush_to(state, segment)
             return mamba2.read_out(C, x, self.D, state)
-        operands = (C, *inputs.tensors(), A, self.D, layer.checkpoint)
+        operands = (C, *inputs, A, self.D, layer.checkpoint)
         if tokens == 1 and backend.resolve(layer.cache.replay_config.backend, device) == "triton":
-            y = mamba2.replay_one_token_triton(*operands, segment.end.tensor(device))
+            y = mamba2.replay_one_token_triton(*operands, end.tensor(device))
+        elif segment.order is None and start.same is not None:
+            y = mamba2.replay(*operands, start.same, end.same)
         else:
-            y = mamba2.replay(*operands, *_positions(segment, device))
+            y = mamba2.replay(*operands, start.tensor(device), end.tensor(device))
         layer.flush(segment)
         return y
 
@@ -131,10 +134,3 @@ class ReplayMamba2Mixer(ReplacedClass):
         if getattr(self, "mamba_rms_norm", True):
             return self.norm(y, gate)
         return y * F.silu(gate)  # Falcon-H1 without a norm
-
-
-def _positions(segment: Segment, device: torch.device) -> tuple[int, int] | tuple[torch.Tensor, torch.Tensor]:
-    """First and end slot of the segment's tokens, as the op takes them: both integers, or both (b,) tensors."""
-    if segment.order is None and segment.start.same is not None:
-        return segment.start.same, segment.end.same
-    return segment.start.tensor(device), segment.end.tensor(device)

@@ -1,0 +1,539 @@
+"""
+Mamba-2 from a checkpoint and a buffer of the inputs since: decode steps, windows of drafted tokens, and flushes.
+
+For a row and a head, S0 the checkpoint, tokens counted from the oldest in the buffer, pre_t the sum of dt up to t:
+
+    y_t = exp(A pre_t) (S0 C_t)  +  sum_{j<=t} dt_j exp(A (pre_t - pre_j)) (B_j . C_t) x_j  +  D x_t          (output)
+    S_f = exp(A pre_f) S0        +  sum_{j<=f} dt_j exp(A (pre_f - pre_j)) x_j B_j^T                           (flush)
+
+The output never needs a state but S0, so a call reads the state once and writes it only in the rows that flush.
+
+Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, once for each group of heads) and
+`_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_step_kernel` with FUSED does
+all of it: a launch saved is worth more there than work done once for a group.
+
+Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
+float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all groups.
+Differences pre_t - pre_j are summed from the newest token backwards: no cancellation, and A times them is never above 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._arithmetic import dot_16bit, dot_by_state, dot_float32_by_16bit, final_dt
+from ._conv import convolve, record
+from ._positions import ring_slot, row_positions
+
+
+@triton.jit
+def _append_kernel(
+    positions_ptr,  # (5, batch)
+    x_ptr,  # CONV: raw inputs (batch, T, channels); else x (batch, T, head, P)
+    b_ptr,  # (batch, T, group, N); unused with CONV
+    c_ptr,  # (batch, T, group, N): read, with CONV written
+    dt_ptr,  # (batch, T, head)
+    dt_bias_ptr,  # (head,) or unused
+    dt_low,
+    dt_high,
+    ring_ptr,  # (batch, RING, channels), with CONV
+    weight_ptr,  # (channels, K), with CONV
+    conv_bias_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    scores_ptr,  # (batch, group, T, SLOTS): B_j . C_t, j the place in the buffer
+    batch,
+    x_stride_b, x_stride_t, x_stride_h,
+    b_stride_b, b_stride_t, b_stride_g,
+    c_stride_b, c_stride_t, c_stride_g,
+    dt_stride_b, dt_stride_t, dt_stride_h,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    CONV: tl.constexpr,
+    RING: tl.constexpr,
+    K: tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    OVERLAP: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
+    unit = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    first, held, count, _ = row_positions(positions_ptr, b, batch)
+    t = tl.arange(0, BLOCK_T)
+    real = t < count
+    slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
+    CHANNELS: tl.constexpr = H * P + 2 * G * N
+    new_ptr = x_ptr + b * x_stride_b
+    row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
+    seen = tl.load(positions_ptr + b)
+
+    if unit >= G:
+        channel = (unit - G) * BLOCK_C + tl.arange(0, BLOCK_C)
+        ok = channel < H * P
+        h = channel // P
+        p = channel % P
+        if CONV:
+            x = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, channel, ok,
+                         CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_C)  # fmt: skip
+            record(new_ptr, x_stride_t, row_ring_ptr, seen, count, channel, ok, CHANNELS, RING, OVERLAP, BLOCK_T)
+        else:
+            x = tl.load(
+                new_ptr + t[:, None] * x_stride_t + (h * x_stride_h + p)[None, :],
+                mask=real[:, None] & ok[None, :],
+                other=0.0,
+            )
+        tl.store(
+            x_buffer_ptr + b * (H * SLOTS * P) + (h * (SLOTS * P) + p)[None, :] + slot[:, None] * P,
+            x.to(x_buffer_ptr.dtype.element_ty),
+            mask=real[:, None] & ok[None, :],
+        )
+        return
+
+    g = unit
+    n = tl.arange(0, BLOCK_N)
+    n_ok = n < N
+    tile_ok = real[:, None] & n_ok[None, :]
+    if CONV:
+        # Rounded to the activation dtype, as a convolution that stores its result does.
+        dtype = x_ptr.dtype.element_ty
+        b_channel = H * P + g * N + n
+        c_channel = b_channel + G * N
+        B = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, b_channel, n_ok,
+                     CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_N).to(dtype)  # fmt: skip
+        C = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, c_channel, n_ok,
+                     CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_N).to(dtype)  # fmt: skip
+        B = tl.where(n_ok[None, :], B, 0.0)
+        C = tl.where(n_ok[None, :], C, 0.0)
+        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, b_channel, n_ok, CHANNELS, RING, OVERLAP, BLOCK_T)
+        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, c_channel, n_ok, CHANNELS, RING, OVERLAP, BLOCK_T)
+        tl.store(
+            c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
+            C,
+            mask=(t < T)[:, None] & n_ok[None, :],
+        )
+    else:
+        B = tl.load(b_ptr + b * b_stride_b + t[:, None] * b_stride_t + g * b_stride_g + n[None, :], tile_ok, other=0.0)
+        C = tl.load(c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :], tile_ok, other=0.0)
+    row_b_buffer_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
+    B = B.to(b_buffer_ptr.dtype.element_ty)
+    tl.store(row_b_buffer_ptr + slot[:, None] * N + n[None, :], B, mask=tile_ok)
+
+    HEADS_PER_GROUP: tl.constexpr = H // G
+    for h0 in tl.static_range(0, HEADS_PER_GROUP, BLOCK_H):
+        i = h0 + tl.arange(0, BLOCK_H)
+        h = g * HEADS_PER_GROUP + i
+        dt_ok = real[:, None] & (i < HEADS_PER_GROUP)[None, :]
+        dt = tl.load(
+            dt_ptr + b * dt_stride_b + t[:, None] * dt_stride_t + h[None, :] * dt_stride_h, mask=dt_ok, other=0.0
+        ).to(tl.float32)
+        if HAS_DT_BIAS:
+            bias = tl.load(dt_bias_ptr + h, mask=i < HEADS_PER_GROUP, other=0.0).to(tl.float32)
+            dt = final_dt(dt, bias[None, :], dt_low, dt_high)
+        tl.store(dt_buffer_ptr + b * (H * SLOTS) + h[None, :] * SLOTS + slot[:, None], dt, mask=dt_ok)
+
+    row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS)
+    j = tl.arange(0, BLOCK_J)
+    for j0 in range(0, held, BLOCK_J):
+        place = j0 + j
+        past_slot = ring_slot(first, tl.where(place < held, place, 0), SLOTS)
+        past = tl.load(
+            row_b_buffer_ptr + past_slot[:, None] * N + n[None, :],
+            mask=(place < held)[:, None] & n_ok[None, :],
+            other=0.0,
+        )
+        scores_ok = (t < T)[:, None] & (place < held)[None, :]
+        tl.store(row_scores_ptr + t[:, None] * SLOTS + place[None, :], _scores(C, past, BLOCK_T), mask=scores_ok)
+    # The new tokens among themselves; B is at hand. (Of those behind t nothing is read.)
+    place = held + t
+    tl.store(
+        row_scores_ptr + t[:, None] * SLOTS + place[None, :], _scores(C, B, BLOCK_T),
+        mask=(t < T)[:, None] & real[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def _scores(C, B, BLOCK_T: tl.constexpr):
+    """(BLOCK_T, N) and (J, N) -> (BLOCK_T, J) float32: C_t . B_j."""
+    if BLOCK_T == 1:
+        return tl.sum(B.to(tl.float32) * C.to(tl.float32), axis=1)[None, :]
+    acc = tl.zeros((BLOCK_T, B.shape[0]), tl.float32)
+    if C.dtype == tl.float32:
+        return tl.dot(C, tl.trans(B), acc, input_precision="ieee")
+    return dot_16bit(C, tl.trans(B), acc)
+
+
+@triton.jit
+def _step_kernel(
+    positions_ptr,
+    checkpoint_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    scores_ptr,  # (batch, group, 1, SLOTS), unused with FUSED
+    c_ptr,  # (batch, 1, group, N), unused with CONV
+    a_ptr,
+    d_ptr,
+    y_ptr,  # (batch, 1, head, P)
+    # The new token, which only FUSED reads here; as for _append_kernel.
+    x_ptr,
+    b_ptr,
+    dt_ptr,
+    dt_bias_ptr,
+    dt_low,
+    dt_high,
+    ring_ptr,
+    weight_ptr,
+    conv_bias_ptr,
+    batch,
+    x_stride_b, x_stride_h,
+    b_stride_b, b_stride_g,
+    c_stride_b, c_stride_g,
+    dt_stride_b, dt_stride_h,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    FUSED: tl.constexpr,
+    CONV: tl.constexpr,
+    RING: tl.constexpr,
+    K: tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_DT_BIAS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    # One program: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid.
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    pid = tl.program_id(0)
+    row_head = pid // P_BLOCKS
+    b = (row_head // H).to(tl.int64)
+    h = row_head % H
+    HEADS_PER_GROUP: tl.constexpr = H // G
+    g = h // HEADS_PER_GROUP
+    p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    p_ok = p < P
+    n_ok = n < N
+    state_ok = p_ok[:, None] & n_ok[None, :]
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0)  # first: everything else waits for it
+
+    first, held, count, fold = row_positions(positions_ptr, b, batch)
+    A = tl.load(a_ptr + h).to(tl.float32)
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
+    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+
+    if FUSED:
+        new_slot = ring_slot(first, held, SLOTS)
+        dt_new = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
+        if HAS_DT_BIAS:
+            dt_new = final_dt(dt_new, tl.load(dt_bias_ptr + h).to(tl.float32), dt_low, dt_high)
+        dt_new = tl.where(count > 0, dt_new, 0.0)
+        # How much of the new token this program appends: x of its own rows; dt, if it is the first of its head; B and
+        # raw inputs of B and C, if it is the first of its group.
+        new_p_ok = p < tl.where(count > 0, P, 0)
+        new_n_ok = n < tl.where(count > 0, N, 0)
+        first_of_group = (pid % (P_BLOCKS * HEADS_PER_GROUP)) == 0
+        lead_n_ok = n < tl.where(first_of_group, tl.where(count > 0, N, 0), 0)
+        if CONV:
+            CHANNELS: tl.constexpr = H * P + 2 * G * N
+            dtype = x_ptr.dtype.element_ty
+            new_ptr = x_ptr + b * x_stride_b
+            row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
+            seen = tl.load(positions_ptr + b)
+            x_channel = h * P + p
+            b_channel = H * P + g * N + n
+            c_channel = b_channel + G * N
+            x_new = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, x_channel, p_ok,
+                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_P,
+            ).to(dtype), (BLOCK_P,))  # fmt: skip
+            B_new = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, b_channel, n_ok,
+                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_N,
+            ).to(dtype), (BLOCK_N,))  # fmt: skip
+            C = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, c_channel, n_ok,
+                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_N,
+            ).to(dtype), (BLOCK_N,))  # fmt: skip
+            # The slots that others read are those of the K - 1 tokens before: RING >= K keeps this one apart.
+            record(new_ptr, 0, row_ring_ptr, seen, count, x_channel, p_ok, CHANNELS, RING, False, 1)
+            record(new_ptr, 0, row_ring_ptr, seen, count, b_channel, lead_n_ok, CHANNELS, RING, False, 1)
+            record(new_ptr, 0, row_ring_ptr, seen, count, c_channel, lead_n_ok, CHANNELS, RING, False, 1)
+        else:
+            x_new = tl.load(x_ptr + b * x_stride_b + h * x_stride_h + p, mask=new_p_ok, other=0.0)
+            B_new = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=new_n_ok, other=0.0)
+            C = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=new_n_ok, other=0.0)
+        x_new = x_new.to(x_buffer_ptr.dtype.element_ty)
+        B_new = B_new.to(b_buffer_ptr.dtype.element_ty)
+        tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x_new, mask=new_p_ok)
+        tl.store(b_buffer_ptr + (b * G + g) * (SLOTS * N) + new_slot * N + n, B_new, mask=lead_n_ok)
+        if pid % P_BLOCKS == 0:
+            if count > 0:
+                tl.store(dt_row_ptr + new_slot, dt_new)
+        C = tl.where(n_ok, C.to(tl.float32), 0.0)
+        x_new = x_new.to(tl.float32)
+        B_new = tl.where(n_ok, B_new.to(tl.float32), 0.0)
+        # Places 0 .. held - 1 come from the buffer; the new token is in registers, being written by other programs.
+        end = held
+        y_inputs = dt_new * tl.sum(B_new * C, axis=0) * x_new
+        if HAS_D:
+            y_inputs += tl.load(d_ptr + h).to(tl.float32) * x_new
+        after_all = dt_new  # sum of dt behind the places seen so far
+    else:
+        C = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n_ok, other=0.0).to(tl.float32)
+        end = held + count
+        y_inputs = tl.zeros((BLOCK_P,), tl.float32)
+        after_all = 0.0
+
+    j = tl.arange(0, BLOCK_J)
+    BLOCKS: tl.constexpr = (SLOTS + BLOCK_J - 1) // BLOCK_J
+    for block in range((end + BLOCK_J - 1) // BLOCK_J if BLOCKS > 1 else 1):
+        # From the newest block to the oldest, since a token's decay is the sum of dt behind it.
+        place = ((end + BLOCK_J - 1) // BLOCK_J - 1 - block) * BLOCK_J + j if BLOCKS > 1 else j
+        used = place < end
+        slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+        # Masked loads do not touch memory: whatever unused slots hold (NaN included) is never seen.
+        dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
+        x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
+        if FUSED:
+            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & n_ok[None, :], other=0.0)
+            B = B.to(tl.float32)
+            scores = tl.sum(B * C[None, :], axis=1)
+        else:
+            scores = tl.load(scores_ptr + (b * G + g) * SLOTS + place, mask=used, other=0.0)
+        up_to = tl.cumsum(dt, axis=0, reverse=True)
+        after = tl.maximum(up_to - dt, 0.0) + after_all
+        weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
+        if HAS_D and not FUSED:
+            weight += tl.where(place == end - 1, tl.load(d_ptr + h).to(tl.float32), 0.0)
+        y_inputs += tl.sum(weight[:, None] * x, axis=0)
+        after_all += tl.sum(dt, axis=0)
+
+    y_state = tl.sum(state.to(tl.float32) * C[None, :], axis=1)
+    y = tl.exp(tl.minimum(A * after_all, 0.0)) * y_state + y_inputs
+    tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
+
+    if fold > 0:
+        if FUSED:
+            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A, p,
+                  x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, BLOCK_N,
+                  COLUMNS)  # fmt: skip
+        else:
+            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_N, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _fold(
+    state_ptr,  # of the head: (P, N)
+    out_ptr,  # likewise
+    x_row_ptr,  # of the head, (SLOTS, P) at rows p
+    b_group_ptr,  # of the group, (SLOTS, N)
+    dt_row_ptr,  # of the head, (SLOTS,)
+    count,
+    first,
+    A,
+    p,
+    x_new,  # (BLOCK_P,) with HAS_NEW: a token behind the `count` in the buffer that is folded as well,
+    dt_new,  # unless this is zero
+    B_new,  # (BLOCK_N,)
+    HAS_NEW: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """
+    Writes the state after the `count` oldest places of the buffer, COLUMNS of it at a time: the state is read again
+    (from the cache, where a kernel has just had it), which costs no memory traffic and spares the many registers that
+    would otherwise be held through the whole kernel, flush or not.
+    """
+    BLOCK_J: tl.constexpr = 16
+    j = tl.arange(0, BLOCK_J)
+    p_ok = p < P
+    blocks = (count + BLOCK_J - 1) // BLOCK_J
+    for part in tl.static_range(BLOCK_N // COLUMNS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        n_ok = n < N
+        ok = p_ok[:, None] & n_ok[None, :]
+        inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+        after_all = tl.zeros((), tl.float32)
+        if HAS_NEW:
+            B_part = tl.reshape(B_new, (BLOCK_N // COLUMNS, COLUMNS))
+            B_part = tl.sum(tl.where(tl.arange(0, BLOCK_N // COLUMNS)[:, None] == part, B_part, 0.0), axis=0)
+            inputs += (dt_new * x_new)[:, None] * B_part[None, :]
+            after_all += dt_new
+        for block in range(blocks):
+            place = (blocks - 1 - block) * BLOCK_J + j
+            used = place < count
+            slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+            dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
+            x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
+            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & n_ok[None, :], other=0.0)
+            after = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + after_all
+            weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf")))
+            inputs = dot_float32_by_16bit(tl.trans(x * weight[:, None]), B, inputs)
+            after_all += tl.sum(dt, axis=0)
+        at = p[:, None] * N + n[None, :]
+        state = tl.load(state_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        state = tl.exp(tl.minimum(A * after_all, 0.0)) * state + inputs
+        tl.store(out_ptr + at, state.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _window_kernel(
+    positions_ptr,
+    checkpoint_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    scores_ptr,  # (batch, group, T, SLOTS)
+    c_ptr,  # (batch, T, group, N)
+    a_ptr,
+    d_ptr,
+    y_ptr,  # (batch, T, head, P)
+    batch,
+    c_stride_b, c_stride_t, c_stride_g,
+    T: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    pid = tl.program_id(0)
+    t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
+    row_head = pid // P_BLOCKS
+    b = (row_head // H).to(tl.int64)
+    h = row_head % H
+    HEADS_PER_GROUP: tl.constexpr = H // G
+    g = h // HEADS_PER_GROUP
+    p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    n = tl.arange(0, BLOCK_N)
+    p_ok = p < P
+    n_ok = n < N
+    state_ok = p_ok[:, None] & n_ok[None, :]
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0)
+
+    first, held, count, fold = row_positions(positions_ptr, b, batch)
+    A = tl.load(a_ptr + h).to(tl.float32)
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
+    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+    t = t0 + tl.arange(0, BLOCK_T)
+    t_ok = (t < T) & (t < count)
+    C = tl.load(
+        c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
+        mask=t_ok[:, None] & n_ok[None, :],
+        other=0.0,
+    )  # (T, N)
+    y_state = dot_by_state(C, state, tl.zeros((BLOCK_T, BLOCK_P), tl.float32))
+
+    newest = held + t  # the place of each token
+    end = held + tl.minimum(count, t0 + BLOCK_T)  # nothing behind it is visible from here
+    y_inputs = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    after_all = tl.zeros((BLOCK_T,), tl.float32)
+    j = tl.arange(0, BLOCK_J)
+    blocks = (end + BLOCK_J - 1) // BLOCK_J
+    for block in range(blocks):
+        place = (blocks - 1 - block) * BLOCK_J + j
+        used = place < end
+        slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+        x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0)
+        visible = used[None, :] & (place[None, :] <= newest[:, None])  # (T, J)
+        dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
+        dt = tl.where(visible, dt[None, :], 0.0)
+        scores = tl.load(
+            scores_ptr + (b * G + g) * (T * SLOTS) + t[:, None] * SLOTS + place[None, :],
+            mask=visible & t_ok[:, None],
+            other=0.0,
+        )
+        after = tl.maximum(tl.cumsum(dt, axis=1, reverse=True) - dt, 0.0) + after_all[:, None]
+        weight = dt * tl.exp(tl.where(visible, tl.minimum(A * after, 0.0), float("-inf"))) * scores
+        if HAS_D:
+            weight += tl.where(place[None, :] == newest[:, None], tl.load(d_ptr + h).to(tl.float32), 0.0)
+        y_inputs = dot_float32_by_16bit(weight, x, y_inputs)
+        after_all += tl.sum(dt, axis=1)
+
+    y = tl.exp(tl.minimum(A * after_all, 0.0))[:, None] * y_state + y_inputs
+    tl.store(
+        y_ptr + (b * (T * H) + h) * P + t[:, None] * (H * P) + p[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=(t < T)[:, None] & p_ok[None, :],
+    )
+
+    # A window in several pieces is folded by a launch of its own: the other pieces may still have to read the state.
+    if (fold > 0) & (T <= BLOCK_T):
+        _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+              0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_N, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _fold_kernel(
+    positions_ptr,
+    checkpoint_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    a_ptr,
+    out_ptr,  # (batch, head, P, N), or the checkpoint itself
+    batch,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    INPLACE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    pid = tl.program_id(0)
+    row_head = pid // P_BLOCKS
+    b = (row_head // H).to(tl.int64)
+    h = row_head % H
+    g = h // (H // G)
+    first, _, _, fold = row_positions(positions_ptr, b, batch)
+    if (fold == 0) & INPLACE:
+        return
+    p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    head = (b * H + h) * (P * N)
+    _fold(
+        checkpoint_ptr + head,
+        out_ptr + head,
+        x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :],
+        b_buffer_ptr + (b * G + g) * (SLOTS * N),
+        dt_buffer_ptr + (b * H + h) * SLOTS,
+        fold, first, tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_N, COLUMNS,
+    )  # fmt: skip

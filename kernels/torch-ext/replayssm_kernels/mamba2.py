@@ -1,0 +1,380 @@
+"""
+Mamba-2 decoding with replay: the public functions. They check their arguments and call torch custom operators, which
+choose a launch configuration (`_configs.py`) and launch the kernels of `_mamba2_kernels.py`.
+
+Letters in the shapes: b batch, t new tokens, h heads, g groups of heads that share B and C (blocked: head = group *
+(h / g) + i), p head_dim, n state, s buffer slots, r slots of the ring of raw inputs, c = h p + 2 g n channels of the
+convolution, K its kernel size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from . import _configs
+from ._conv import check_conv
+from ._launch import check, check_owned, check_positions, next_power_of_2, on_device_of, rows_contiguous
+from ._mamba2_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
+from ._operators import define
+
+
+PIECE = 32  # tokens of a window that one pass over the state serves
+
+
+def mamba2_step(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: torch.Tensor,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    dt_min: float = 0.0,
+    dt_max: float = math.inf,
+    out_dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+) -> torch.Tensor:
+    """
+    Appends t new tokens to the buffer and returns their outputs; rows that are told to fold some of their oldest
+    tokens into the checkpoint. For one token this is a decode step, for more a window of drafts.
+
+    Args:
+        positions: (5, b) int32, see `_positions.py`. Everything in it is read on the device.
+        x (b, t, h, p), B (b, t, g, n), C (b, t, g, n): of the new tokens, as they leave the convolution.
+        dt (b, t, h): final, or with `dt_bias` (h,) raw: then bias, softplus and the limits are applied, in float32.
+        x_buffer (b, h, s, p), B_buffer (b, g, s, n), dt_buffer (b, h, s) float32: the buffer, contiguous; written.
+            It needs s >= HELD + COUNT slots in every row.
+        A (h,): decay rates, negative. D (h,): skip weights, or None.
+        checkpoint (b, h, p, n): contiguous, float32, bfloat16 or float16; rows with FOLD > 0 are written.
+        out_dtype: of the result; that of `x` by default.
+        fused: one launch (possible for t = 1) or two; None lets the table of configurations choose.
+
+    Returns: y (b, t, h, p). Sums are float32. Tokens from a row's COUNT on are not appended and their output is
+    unspecified.
+
+    Raises:
+        ValueError: shapes, dtypes, layouts or devices that do not fit together.
+    """
+    batch, tokens, heads, head_dim = x.shape
+    groups, state = B.shape[2:]
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint)
+    check("x", x, (batch, tokens, heads, head_dim), like=checkpoint)
+    check("checkpoint", checkpoint, (batch, heads, head_dim, state), like=x)
+    check("B", B, (batch, tokens, groups, state), like=checkpoint)
+    check("C", C, (batch, tokens, groups, state), like=checkpoint)
+    _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
+    _check_fused(fused, tokens)
+    return _step_op(positions, x, B, C, dt, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
+                    dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
+
+
+def mamba2_decode(
+    positions: torch.Tensor,
+    xBC: torch.Tensor,
+    dt: torch.Tensor,
+    conv_inputs: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: torch.Tensor,
+    *,
+    activation: str | None = "silu",
+    dt_bias: torch.Tensor | None = None,
+    dt_min: float = 0.0,
+    dt_max: float = math.inf,
+    out_dtype: torch.dtype | None = None,
+    fused: bool | None = None,
+) -> torch.Tensor:
+    """
+    [`mamba2_step`] with the causal convolution and its activation in front: all of a mixer between its projections.
+
+    Args:
+        xBC (b, t, c): raw, channels in the order x of all heads, B of all groups, C of all groups.
+        conv_inputs (b, r, c): ring of the raw inputs of earlier tokens, indexed by a token's number modulo r; contiguous
+            and written. It needs r >= K slots.
+        conv_weight (c, K), conv_bias (c,) or None. activation: "silu" (or "swish"), or None.
+        The others as for [`mamba2_step`].
+
+    Returns: y (b, t, h, p).
+    """
+    batch, tokens, channels = xBC.shape
+    heads, head_dim = x_buffer.shape[1], x_buffer.shape[3]
+    groups, state = B_buffer.shape[1], B_buffer.shape[3]
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint)
+    check("xBC", xBC, (checkpoint.shape[0], tokens, heads * head_dim + 2 * groups * state), like=checkpoint)
+    silu = check_conv(xBC, conv_inputs, conv_weight, conv_bias, activation)
+    _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
+    _check_fused(fused, tokens)
+    return _decode_op(positions, xBC, dt, conv_inputs, conv_weight, conv_bias, x_buffer, B_buffer, dt_buffer, A, D,
+                      checkpoint, silu, dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
+
+
+def mamba2_fold(
+    positions: torch.Tensor,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+    *,
+    inplace: bool = False,
+) -> torch.Tensor:
+    """
+    The state after the FOLD oldest tokens of each row's buffer. HELD and COUNT are not read.
+
+    Args: as for [`mamba2_step`].
+        inplace: write it to the checkpoint of the rows with FOLD > 0 instead (a flush), and return the checkpoint.
+
+    Returns: (b, h, p, n) float32; with `inplace` the checkpoint.
+    """
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, None, checkpoint)
+    if inplace:
+        _flush_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+        return checkpoint
+    return _fold_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+
+
+def _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint) -> None:
+    if checkpoint.dim() != 4 or x_buffer.dim() != 4 or B_buffer.dim() != 4:
+        raise ValueError("checkpoint, x_buffer and B_buffer have four dimensions each; see `mamba2_step`.")
+    batch, heads, head_dim, state = checkpoint.shape
+    groups, slots = B_buffer.shape[1:3]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{heads} heads cannot be shared out evenly among {groups} groups.")
+    check_positions(positions, batch, checkpoint)
+    check_owned("checkpoint", checkpoint, (batch, heads, head_dim, state), checkpoint)
+    check_owned("x_buffer", x_buffer, (batch, heads, slots, head_dim), checkpoint)
+    check_owned("B_buffer", B_buffer, (batch, groups, slots, state), checkpoint)
+    check_owned("dt_buffer", dt_buffer, (batch, heads, slots), checkpoint)
+    if dt_buffer.dtype != torch.float32:
+        raise ValueError(f"dt_buffer must be float32, not {dt_buffer.dtype}: decays are computed from its sums.")
+    check("A", A, (heads,), checkpoint)
+    if D is not None:
+        check("D", D, (heads,), checkpoint)
+
+
+def _check_dt(dt, dt_bias, shape, like) -> None:
+    check("dt", dt, shape, like)
+    if dt_bias is not None:
+        check("dt_bias", dt_bias, shape[-1:], like)
+
+
+def _check_fused(fused: bool | None, tokens: int) -> None:
+    if fused and tokens != 1:
+        raise ValueError(f"`fused=True` serves one token, not {tokens}: pass None or False.")
+
+
+# The operators.
+
+
+@dataclass(frozen=True)
+class _Conv:
+    ring: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+
+
+def _step(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: torch.Tensor,
+    dt_bias: torch.Tensor | None,
+    dt_min: float,
+    dt_max: float,
+    out_dtype: torch.dtype | None,
+    fused: bool | None,
+) -> torch.Tensor:
+    y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
+    _launch(positions, rows_contiguous(x), rows_contiguous(B), rows_contiguous(C), dt, None, x_buffer, B_buffer,
+            dt_buffer, A, D, checkpoint, dt_bias, dt_min, dt_max, y, fused)  # fmt: skip
+    return y
+
+
+def _decode(
+    positions: torch.Tensor,
+    xBC: torch.Tensor,
+    dt: torch.Tensor,
+    conv_inputs: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: torch.Tensor,
+    silu: bool,
+    dt_bias: torch.Tensor | None,
+    dt_min: float,
+    dt_max: float,
+    out_dtype: torch.dtype | None,
+    fused: bool | None,
+) -> torch.Tensor:
+    y = xBC.new_empty((*xBC.shape[:2], x_buffer.shape[1], x_buffer.shape[3]), dtype=out_dtype or xBC.dtype)
+    conv = _Conv(conv_inputs, conv_weight.contiguous(), conv_bias, silu)
+    _launch(positions, rows_contiguous(xBC), None, None, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
+            dt_bias, dt_min, dt_max, y, fused)  # fmt: skip
+    return y
+
+
+def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, dt_bias, dt_min, dt_max, y,
+            fused) -> None:  # fmt: skip
+    """One call of step (`x`, `B`, `C` given) or of decode (`conv` given; `x` holds the raw inputs)."""
+    if y.numel() == 0:
+        return
+    batch, tokens, heads, head_dim = y.shape
+    groups, slots, state = B_buffer.shape[1:]
+    config = _configs.choose(checkpoint, x_buffer, B_buffer, tokens, conv is not None)
+    fused = tokens == 1 and (config.fused if fused is None else fused)
+    block_n = max(next_power_of_2(state), 16)
+    ring = conv.ring.shape[1] if conv else 1
+    kernel = conv.weight.shape[1] if conv else 1
+    unused = positions  # stands where a pointer is not read
+    new = {
+        "x_ptr": x,
+        "b_ptr": unused if conv else B,
+        "dt_ptr": dt,
+        "dt_bias_ptr": unused if dt_bias is None else dt_bias,
+        "dt_low": dt_min,
+        "dt_high": dt_max,
+        "ring_ptr": conv.ring if conv else unused,
+        "weight_ptr": conv.weight if conv else unused,
+        "conv_bias_ptr": conv.bias if conv and conv.bias is not None else unused,
+    }
+    buffers = {"x_buffer_ptr": x_buffer, "b_buffer_ptr": B_buffer, "dt_buffer_ptr": dt_buffer}
+    sizes = {"H": heads, "G": groups, "P": head_dim, "N": state, "SLOTS": slots, "BLOCK_N": block_n}
+    variant = {
+        "CONV": conv is not None,
+        "RING": ring,
+        "K": kernel,
+        "HAS_CONV_BIAS": conv is not None and conv.bias is not None,
+        "SILU": conv is not None and conv.silu,
+        "HAS_DT_BIAS": dt_bias is not None,
+    }
+    x_strides = (x.stride(0), x.stride(1), 0 if conv else x.stride(2))
+    b_strides = (0, 0, 0) if conv else B.stride()[:3]
+    with on_device_of(checkpoint):
+        scores = unused
+        if not fused:
+            block_t = 1 if tokens == 1 else max(next_power_of_2(tokens), 16)
+            scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
+            if conv:
+                C = x.new_empty((batch, tokens, groups, state))
+            block_c = config.append_block
+            _append_kernel[(groups + triton.cdiv(heads * head_dim, block_c), batch)](
+                positions_ptr=positions, c_ptr=C, scores_ptr=scores, batch=batch, **new, **buffers,
+                x_stride_b=x_strides[0], x_stride_t=x_strides[1], x_stride_h=x_strides[2],
+                b_stride_b=b_strides[0], b_stride_t=b_strides[1], b_stride_g=b_strides[2],
+                c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
+                dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
+                T=tokens, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16, BLOCK_C=block_c,
+                BLOCK_H=min(next_power_of_2(heads // groups), 32), **sizes, **variant,
+                num_warps=config.append_warps,
+            )  # fmt: skip
+        c_strides = (0, 0, 0) if C is None else C.stride()[:3]
+        C = unused if C is None else C
+        D_or_unused = unused if D is None else D
+        row_blocks = batch * heads * triton.cdiv(head_dim, config.block_p)
+        if tokens == 1:
+            _step_kernel[(row_blocks,)](
+                positions, checkpoint, *buffers.values(), scores, C, A, D_or_unused, y, **new, batch=batch,
+                x_stride_b=x_strides[0], x_stride_h=x_strides[2], b_stride_b=b_strides[0], b_stride_g=b_strides[2],
+                c_stride_b=c_strides[0], c_stride_g=c_strides[2], dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2),
+                HAS_D=D is not None, FUSED=fused, BLOCK_P=config.block_p,
+                BLOCK_J=min(next_power_of_2(slots), 64), COLUMNS=min(block_n, 64), **sizes, **variant, num_warps=config.warps,
+            )  # fmt: skip
+            return
+        block_t = min(block_t, PIECE)
+        _window_kernel[(row_blocks, triton.cdiv(tokens, block_t))](
+            positions, checkpoint, *buffers.values(), scores, C, A, D_or_unused, y, batch, *c_strides,
+            T=tokens, HAS_D=D is not None, BLOCK_T=block_t, BLOCK_P=config.block_p, BLOCK_J=config.block_j,
+            COLUMNS=min(block_n, 64), **sizes,
+            num_warps=config.warps,
+        )  # fmt: skip
+        if tokens > block_t:
+            _flush(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+
+
+def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace: bool) -> None:
+    batch, heads, head_dim, state = checkpoint.shape
+    groups, slots = B_buffer.shape[1:3]
+    if checkpoint.numel() == 0:
+        return
+    config = _configs.choose(checkpoint, x_buffer, B_buffer, 0, False)
+    with on_device_of(checkpoint):
+        _fold_kernel[(batch * heads * triton.cdiv(head_dim, config.block_p),)](
+            positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
+            H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=config.block_p,
+            BLOCK_N=max(next_power_of_2(state), 16), COLUMNS=min(max(next_power_of_2(state), 16), 64),
+            num_warps=config.warps,
+        )  # fmt: skip
+
+
+def _fold(
+    positions: torch.Tensor,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+) -> torch.Tensor:
+    out = torch.empty_like(checkpoint, dtype=torch.float32)
+    _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace=False)
+    return out
+
+
+def _flush(
+    positions: torch.Tensor,
+    x_buffer: torch.Tensor,
+    B_buffer: torch.Tensor,
+    dt_buffer: torch.Tensor,
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+) -> None:
+    _fold_into(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace=True)
+
+
+_step_op = define(
+    "mamba2_step",
+    _step,
+    mutates=("x_buffer", "B_buffer", "dt_buffer", "checkpoint"),
+    fake=lambda positions, x, *args: x.new_empty(x.shape, dtype=args[-2] or x.dtype),
+)
+_decode_op = define(
+    "mamba2_decode",
+    _decode,
+    mutates=("conv_inputs", "x_buffer", "B_buffer", "dt_buffer", "checkpoint"),
+    fake=lambda positions, xBC, dt, conv_inputs, weight, bias, x_buffer, *args: xBC.new_empty(
+        (*xBC.shape[:2], x_buffer.shape[1], x_buffer.shape[3]), dtype=args[-2] or xBC.dtype
+    ),
+)
+_fold_op = define(
+    "mamba2_fold",
+    _fold,
+    mutates=(),
+    fake=lambda *args: torch.empty_like(args[-1], dtype=torch.float32),
+)
+_flush_op = define("mamba2_flush", _flush, mutates=("checkpoint",), fake=lambda *args: None)
