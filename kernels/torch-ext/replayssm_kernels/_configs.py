@@ -16,10 +16,13 @@ from ._launch import next_power_of_2
 class Config:
     block_p: int  # rows of the state in a program
     warps: int
+    columns: int = 32  # of the state at a time
     block_j: int = 16  # slots at a time, in a window
     fused: bool = False  # one token in one launch
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
+    registers: int | None = None
+    evict: str = ""
 
 
 OVERRIDE: Config | None = None

@@ -27,7 +27,7 @@ from ._conv import convolve, record
 from ._positions import ring_slot, row_positions
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _append_kernel(
     positions_ptr,  # (5, batch)
     x_ptr,  # CONV: raw inputs (batch, T, channels); else x (batch, T, head, P)
@@ -175,7 +175,7 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     return dot_16bit(C, tl.trans(B), acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _step_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -216,91 +216,108 @@ def _step_kernel(
     SILU: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid.
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    HEADS_PER_GROUP: tl.constexpr = H // G
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     row_head = pid // P_BLOCKS
     b = (row_head // H).to(tl.int64)
     h = row_head % H
-    HEADS_PER_GROUP: tl.constexpr = H // G
     g = h // HEADS_PER_GROUP
     p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = tl.arange(0, BLOCK_N)
     p_ok = p < P
-    n_ok = n < N
-    state_ok = p_ok[:, None] & n_ok[None, :]
-    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0)  # first: everything else waits for it
 
+    # Loads that others wait for come first, then the state, the long one: what follows goes on while it is under way.
     first, held, count, fold = row_positions(positions_ptr, b, batch)
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    state = ()
+    for part in tl.static_range(PARTS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        state = state + (
+            tl.load(
+                head_state_ptr + p[:, None] * N + n[None, :],
+                mask=p_ok[:, None] & (n < N)[None, :],
+                other=0.0,
+                eviction_policy=EVICT,
+            ),
+        )
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
 
+    C = ()  # in parts, as the state
+    B_new = ()
     if FUSED:
+        # How much of the new token this program appends: x of its own rows; dt, if it is the first of its head; B and
+        # raw inputs of B and C, if it is the first of its group. What others append it takes from registers.
         new_slot = ring_slot(first, held, SLOTS)
+        new_p_ok = p < tl.where(count > 0, P, 0)
+        N_if_new = tl.where(count > 0, N, 0)
+        N_if_leader = tl.where((pid % (P_BLOCKS * HEADS_PER_GROUP)) == 0, N_if_new, 0)
         dt_new = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
         if HAS_DT_BIAS:
             dt_new = final_dt(dt_new, tl.load(dt_bias_ptr + h).to(tl.float32), dt_low, dt_high)
         dt_new = tl.where(count > 0, dt_new, 0.0)
-        # How much of the new token this program appends: x of its own rows; dt, if it is the first of its head; B and
-        # raw inputs of B and C, if it is the first of its group.
-        new_p_ok = p < tl.where(count > 0, P, 0)
-        new_n_ok = n < tl.where(count > 0, N, 0)
-        first_of_group = (pid % (P_BLOCKS * HEADS_PER_GROUP)) == 0
-        lead_n_ok = n < tl.where(first_of_group, tl.where(count > 0, N, 0), 0)
+        CHANNELS: tl.constexpr = H * P + 2 * G * N
+        row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
+        new_ptr = x_ptr + b * x_stride_b
+        seen = tl.load(positions_ptr + b)
+        dtype = x_buffer_ptr.dtype.element_ty
         if CONV:
-            CHANNELS: tl.constexpr = H * P + 2 * G * N
-            dtype = x_ptr.dtype.element_ty
-            new_ptr = x_ptr + b * x_stride_b
-            row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
-            seen = tl.load(positions_ptr + b)
-            x_channel = h * P + p
-            b_channel = H * P + g * N + n
-            c_channel = b_channel + G * N
             x_new = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, x_channel, p_ok,
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, h * P + p, p_ok,
                 CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_P,
             ).to(dtype), (BLOCK_P,))  # fmt: skip
-            B_new = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, b_channel, n_ok,
-                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_N,
-            ).to(dtype), (BLOCK_N,))  # fmt: skip
-            C = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, c_channel, n_ok,
-                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_N,
-            ).to(dtype), (BLOCK_N,))  # fmt: skip
             # The slots that others read are those of the K - 1 tokens before: RING >= K keeps this one apart.
-            record(new_ptr, 0, row_ring_ptr, seen, count, x_channel, p_ok, CHANNELS, RING, False, 1)
-            record(new_ptr, 0, row_ring_ptr, seen, count, b_channel, lead_n_ok, CHANNELS, RING, False, 1)
-            record(new_ptr, 0, row_ring_ptr, seen, count, c_channel, lead_n_ok, CHANNELS, RING, False, 1)
+            record(new_ptr, 0, row_ring_ptr, seen, count, h * P + p, p_ok, CHANNELS, RING, False, 1)
         else:
-            x_new = tl.load(x_ptr + b * x_stride_b + h * x_stride_h + p, mask=new_p_ok, other=0.0)
-            B_new = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=new_n_ok, other=0.0)
-            C = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=new_n_ok, other=0.0)
-        x_new = x_new.to(x_buffer_ptr.dtype.element_ty)
-        B_new = B_new.to(b_buffer_ptr.dtype.element_ty)
+            x_new = tl.load(new_ptr + h * x_stride_h + p, mask=new_p_ok, other=0.0).to(dtype)
         tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x_new, mask=new_p_ok)
-        tl.store(b_buffer_ptr + (b * G + g) * (SLOTS * N) + new_slot * N + n, B_new, mask=lead_n_ok)
+        x_new = x_new.to(tl.float32)
         if pid % P_BLOCKS == 0:
             if count > 0:
                 tl.store(dt_row_ptr + new_slot, dt_new)
-        C = tl.where(n_ok, C.to(tl.float32), 0.0)
-        x_new = x_new.to(tl.float32)
-        B_new = tl.where(n_ok, B_new.to(tl.float32), 0.0)
-        # Places 0 .. held - 1 come from the buffer; the new token is in registers, being written by other programs.
-        end = held
-        y_inputs = dt_new * tl.sum(B_new * C, axis=0) * x_new
+        B_by_C = tl.zeros((COLUMNS,), tl.float32)
+        for part in tl.static_range(PARTS):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            if CONV:
+                b_channel = H * P + g * N + n
+                c_channel = b_channel + G * N
+                B_part = tl.reshape(convolve(
+                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, b_channel, n < N,
+                    CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
+                ).to(dtype), (COLUMNS,))  # fmt: skip
+                C_part = tl.reshape(convolve(
+                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, c_channel, n < N,
+                    CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
+                ).to(dtype), (COLUMNS,))  # fmt: skip
+                record(new_ptr, 0, row_ring_ptr, seen, count, b_channel, n < N_if_leader, CHANNELS, RING, False, 1)
+                record(new_ptr, 0, row_ring_ptr, seen, count, c_channel, n < N_if_leader, CHANNELS, RING, False, 1)
+            else:
+                B_part = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=n < N_if_new, other=0.0).to(dtype)
+                C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N_if_new, other=0.0)
+            tl.store(b_group_ptr + new_slot * N + n, B_part, mask=n < N_if_leader)
+            B_part = tl.where(n < N, B_part.to(tl.float32), 0.0)
+            C_part = tl.where(n < N, C_part.to(tl.float32), 0.0)
+            B_by_C += B_part * C_part
+            B_new = B_new + (B_part,)
+            C = C + (C_part,)
+        end = held  # places in the buffer that are read from it
+        y_inputs = dt_new * tl.sum(B_by_C, axis=0) * x_new
         if HAS_D:
             y_inputs += tl.load(d_ptr + h).to(tl.float32) * x_new
         after_all = dt_new  # sum of dt behind the places seen so far
     else:
-        C = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n_ok, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N, other=0.0)
+            C = C + (C_part.to(tl.float32),)
         end = held + count
         y_inputs = tl.zeros((BLOCK_P,), tl.float32)
         after_all = 0.0
@@ -316,37 +333,43 @@ def _step_kernel(
         dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
         x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
         if FUSED:
-            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & n_ok[None, :], other=0.0)
-            B = B.to(tl.float32)
-            scores = tl.sum(B * C[None, :], axis=1)
+            products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
+            for part in tl.static_range(PARTS):
+                n = part * COLUMNS + tl.arange(0, COLUMNS)
+                B = tl.load(
+                    b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & (n < N)[None, :], other=0.0
+                )
+                products += B.to(tl.float32) * C[part][None, :]
+            scores = tl.sum(products, axis=1)
         else:
             scores = tl.load(scores_ptr + (b * G + g) * SLOTS + place, mask=used, other=0.0)
-        up_to = tl.cumsum(dt, axis=0, reverse=True)
-        after = tl.maximum(up_to - dt, 0.0) + after_all
+        after = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + after_all
         weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
         if HAS_D and not FUSED:
             weight += tl.where(place == end - 1, tl.load(d_ptr + h).to(tl.float32), 0.0)
         y_inputs += tl.sum(weight[:, None] * x, axis=0)
         after_all += tl.sum(dt, axis=0)
 
-    y_state = tl.sum(state.to(tl.float32) * C[None, :], axis=1)
-    y = tl.exp(tl.minimum(A * after_all, 0.0)) * y_state + y_inputs
+    # Parts are added before lanes are: few shuffles.
+    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+    for part in tl.static_range(PARTS):
+        products += state[part].to(tl.float32) * C[part][None, :]
+    y = tl.exp(tl.minimum(A * after_all, 0.0)) * tl.sum(products, axis=1) + y_inputs
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
 
     if fold > 0:
         if FUSED:
-            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A, p,
-                  x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, BLOCK_N,
-                  COLUMNS)  # fmt: skip
+            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A, p,
+                  x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, COLUMNS)  # fmt: skip
         else:
-            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_N, COLUMNS)  # fmt: skip
+            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  0, 0, 0, False, P, N, SLOTS, BLOCK_P, COLUMNS)  # fmt: skip
 
 
 @triton.jit
 def _fold(
-    state_ptr,  # of the head: (P, N)
-    out_ptr,  # likewise
+    state,  # of the head, rows p: (BLOCK_P, COLUMNS) for each part of the columns
+    out_ptr,  # of the head: (P, N)
     x_row_ptr,  # of the head, (SLOTS, P) at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
@@ -354,55 +377,76 @@ def _fold(
     first,
     A,
     p,
-    x_new,  # (BLOCK_P,) with HAS_NEW: a token behind the `count` in the buffer that is folded as well,
+    x_new,  # (BLOCK_P,) float32 with HAS_NEW: a token behind the `count` in the buffer that is folded as well,
     dt_new,  # unless this is zero
-    B_new,  # (BLOCK_N,)
+    B_new,  # (COLUMNS,) float32 for each part
     HAS_NEW: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """
-    Writes the state after the `count` oldest places of the buffer, COLUMNS of it at a time: the state is read again
-    (from the cache, where a kernel has just had it), which costs no memory traffic and spares the many registers that
-    would otherwise be held through the whole kernel, flush or not.
+    Stores the state after the `count` oldest places of the buffer, one part of its columns after the other, so that few
+    registers are held beside the state's own.
     """
-    BLOCK_J: tl.constexpr = 16
+    BLOCK_J: tl.constexpr = 16 if SLOTS <= 16 else (32 if SLOTS <= 32 else 64)
     j = tl.arange(0, BLOCK_J)
     p_ok = p < P
     blocks = (count + BLOCK_J - 1) // BLOCK_J
-    for part in tl.static_range(BLOCK_N // COLUMNS):
+    if SLOTS <= BLOCK_J:
+        weighted, slot, time = _weighted_inputs(
+            j, count, first, A, dt_new if HAS_NEW else 0.0, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS
+        )
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
         n_ok = n < N
-        ok = p_ok[:, None] & n_ok[None, :]
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
-        after_all = tl.zeros((), tl.float32)
+        if SLOTS <= BLOCK_J:
+            B = tl.load(
+                b_group_ptr + slot[:, None] * N + n[None, :], mask=(j < count)[:, None] & n_ok[None, :], other=0.0
+            )
+            inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+        else:
+            time = dt_new if HAS_NEW else tl.zeros((), tl.float32)
+            for block in range(blocks):
+                place = (blocks - 1 - block) * BLOCK_J + j
+                weighted, slot, time = _weighted_inputs(
+                    place, count, first, A, time, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS
+                )
+                B = tl.load(
+                    b_group_ptr + slot[:, None] * N + n[None, :], mask=(place < count)[:, None] & n_ok[None, :], other=0.0
+                )
+                inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+        folded = tl.exp(tl.minimum(A * time, 0.0)) * state[part].to(tl.float32) + inputs
         if HAS_NEW:
-            B_part = tl.reshape(B_new, (BLOCK_N // COLUMNS, COLUMNS))
-            B_part = tl.sum(tl.where(tl.arange(0, BLOCK_N // COLUMNS)[:, None] == part, B_part, 0.0), axis=0)
-            inputs += (dt_new * x_new)[:, None] * B_part[None, :]
-            after_all += dt_new
-        for block in range(blocks):
-            place = (blocks - 1 - block) * BLOCK_J + j
-            used = place < count
-            slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-            dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
-            x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
-            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & n_ok[None, :], other=0.0)
-            after = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + after_all
-            weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf")))
-            inputs = dot_float32_by_16bit(tl.trans(x * weight[:, None]), B, inputs)
-            after_all += tl.sum(dt, axis=0)
-        at = p[:, None] * N + n[None, :]
-        state = tl.load(state_ptr + at, mask=ok, other=0.0).to(tl.float32)
-        state = tl.exp(tl.minimum(A * after_all, 0.0)) * state + inputs
-        tl.store(out_ptr + at, state.to(out_ptr.dtype.element_ty), mask=ok)
+            folded += (dt_new * x_new)[:, None] * B_new[part][None, :]
+        tl.store(
+            out_ptr + p[:, None] * N + n[None, :],
+            folded.to(out_ptr.dtype.element_ty),
+            mask=p_ok[:, None] & n_ok[None, :],
+        )
 
 
 @triton.jit
+def _weighted_inputs(
+    place, count, first, A, after_all, x_row_ptr, dt_row_ptr, p_ok, P: tl.constexpr, SLOTS: tl.constexpr
+):
+    """
+    dt_j exp(A (time behind j)) x_j, (BLOCK_P, J) float32, of the places below `count`, when `after_all` has passed since
+    the newest of them; their slots, and `after_all` with their own time.
+    """
+    used = place < count
+    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+    dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
+    x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
+    after = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + after_all
+    weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf")))
+    return tl.trans(x * weight[:, None]), slot, after_all + tl.sum(dt, axis=0)
+
+
+@triton.jit(do_not_specialize=["batch"])
 def _window_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -425,44 +469,51 @@ def _window_kernel(
     HAS_D: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    HEADS_PER_GROUP: tl.constexpr = H // G
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     pid = tl.program_id(0)
     t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
     row_head = pid // P_BLOCKS
     b = (row_head // H).to(tl.int64)
     h = row_head % H
-    HEADS_PER_GROUP: tl.constexpr = H // G
     g = h // HEADS_PER_GROUP
     p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    n = tl.arange(0, BLOCK_N)
     p_ok = p < P
-    n_ok = n < N
-    state_ok = p_ok[:, None] & n_ok[None, :]
-    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0)
 
     first, held, count, fold = row_positions(positions_ptr, b, batch)
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    state = ()
+    for part in tl.static_range(PARTS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        state = state + (
+            tl.load(
+                head_state_ptr + p[:, None] * N + n[None, :],
+                mask=p_ok[:, None] & (n < N)[None, :],
+                other=0.0,
+                eviction_policy=EVICT,
+            ),
+        )
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+
+    # The inputs first, while the state is under way.
     t = t0 + tl.arange(0, BLOCK_T)
     t_ok = (t < T) & (t < count)
-    C = tl.load(
-        c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
-        mask=t_ok[:, None] & n_ok[None, :],
-        other=0.0,
-    )  # (T, N)
-    y_state = dot_by_state(C, state, tl.zeros((BLOCK_T, BLOCK_P), tl.float32))
-
     newest = held + t  # the place of each token
+    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, newest, 0), SLOTS), mask=t_ok, other=0.0)
+    # Time is counted backwards from the end of the piece: a difference of two such sums is as exact as its exponent
+    # needs, since the one that is subtracted is small.
+    behind_t = tl.maximum(tl.cumsum(dt_t, axis=0, reverse=True) - dt_t, 0.0)
     end = held + tl.minimum(count, t0 + BLOCK_T)  # nothing behind it is visible from here
     y_inputs = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    after_all = tl.zeros((BLOCK_T,), tl.float32)
+    behind_all = tl.zeros((), tl.float32)
     j = tl.arange(0, BLOCK_J)
     blocks = (end + BLOCK_J - 1) // BLOCK_J
     for block in range(blocks):
@@ -472,20 +523,29 @@ def _window_kernel(
         x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0)
         visible = used[None, :] & (place[None, :] <= newest[:, None])  # (T, J)
         dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
-        dt = tl.where(visible, dt[None, :], 0.0)
         scores = tl.load(
             scores_ptr + (b * G + g) * (T * SLOTS) + t[:, None] * SLOTS + place[None, :],
             mask=visible & t_ok[:, None],
             other=0.0,
         )
-        after = tl.maximum(tl.cumsum(dt, axis=1, reverse=True) - dt, 0.0) + after_all[:, None]
-        weight = dt * tl.exp(tl.where(visible, tl.minimum(A * after, 0.0), float("-inf"))) * scores
+        behind = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + behind_all
+        exponent = tl.minimum(A * (behind[None, :] - behind_t[:, None]), 0.0)
+        weight = dt[None, :] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
         if HAS_D:
             weight += tl.where(place[None, :] == newest[:, None], tl.load(d_ptr + h).to(tl.float32), 0.0)
-        y_inputs = dot_float32_by_16bit(weight, x, y_inputs)
-        after_all += tl.sum(dt, axis=1)
+        y_inputs = dot_float32_by_16bit(weight, x, y_inputs, 2)
+        behind_all += tl.sum(dt, axis=0)
 
-    y = tl.exp(tl.minimum(A * after_all, 0.0))[:, None] * y_state + y_inputs
+    y_state = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    for part in tl.static_range(PARTS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        C = tl.load(
+            c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
+            mask=t_ok[:, None] & (n < N)[None, :],
+            other=0.0,
+        )
+        y_state = dot_by_state(C, state[part], y_state)
+    y = tl.exp(tl.minimum(A * (behind_all - behind_t), 0.0))[:, None] * y_state + y_inputs
     tl.store(
         y_ptr + (b * (T * H) + h) * P + t[:, None] * (H * P) + p[None, :],
         y.to(y_ptr.dtype.element_ty),
@@ -494,11 +554,11 @@ def _window_kernel(
 
     # A window in several pieces is folded by a launch of its own: the other pieces may still have to read the state.
     if (fold > 0) & (T <= BLOCK_T):
-        _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-              0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_N, COLUMNS)  # fmt: skip
+        _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+              0, 0, 0, False, P, N, SLOTS, BLOCK_P, COLUMNS)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch"])
 def _fold_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -515,7 +575,6 @@ def _fold_kernel(
     SLOTS: tl.constexpr,
     INPLACE: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -529,11 +588,19 @@ def _fold_kernel(
         return
     p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     head = (b * H + h) * (P * N)
+    state = ()
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        state = state + (
+            tl.load(
+                checkpoint_ptr + head + p[:, None] * N + n[None, :], mask=(p < P)[:, None] & (n < N)[None, :], other=0.0
+            ),
+        )
     _fold(
-        checkpoint_ptr + head,
+        state,
         out_ptr + head,
         x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :],
         b_buffer_ptr + (b * G + g) * (SLOTS * N),
         dt_buffer_ptr + (b * H + h) * SLOTS,
-        fold, first, tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_N, COLUMNS,
+        fold, first, tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, COLUMNS,
     )  # fmt: skip

@@ -265,7 +265,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         "conv_bias_ptr": conv.bias if conv and conv.bias is not None else unused,
     }
     buffers = {"x_buffer_ptr": x_buffer, "b_buffer_ptr": B_buffer, "dt_buffer_ptr": dt_buffer}
-    sizes = {"H": heads, "G": groups, "P": head_dim, "N": state, "SLOTS": slots, "BLOCK_N": block_n}
+    sizes = {"H": heads, "G": groups, "P": head_dim, "N": state, "SLOTS": slots}
     variant = {
         "CONV": conv is not None,
         "RING": ring,
@@ -291,7 +291,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
                 dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
                 T=tokens, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16, BLOCK_C=block_c,
-                BLOCK_H=min(next_power_of_2(heads // groups), 32), **sizes, **variant,
+                BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n, **sizes, **variant,
                 num_warps=config.append_warps,
             )  # fmt: skip
         c_strides = (0, 0, 0) if C is None else C.stride()[:3]
@@ -304,18 +304,22 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 x_stride_b=x_strides[0], x_stride_h=x_strides[2], b_stride_b=b_strides[0], b_stride_g=b_strides[2],
                 c_stride_b=c_strides[0], c_stride_g=c_strides[2], dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2),
                 HAS_D=D is not None, FUSED=fused, BLOCK_P=config.block_p,
-                BLOCK_J=min(next_power_of_2(slots), 64), COLUMNS=min(block_n, 64), **sizes, **variant, num_warps=config.warps,
+                BLOCK_J=min(next_power_of_2(slots), 64), COLUMNS=min(block_n, config.columns), EVICT=config.evict, **sizes,
+                **variant, **_options(config),
             )  # fmt: skip
             return
         block_t = min(block_t, PIECE)
         _window_kernel[(row_blocks, triton.cdiv(tokens, block_t))](
             positions, checkpoint, *buffers.values(), scores, C, A, D_or_unused, y, batch, *c_strides,
             T=tokens, HAS_D=D is not None, BLOCK_T=block_t, BLOCK_P=config.block_p, BLOCK_J=config.block_j,
-            COLUMNS=min(block_n, 64), **sizes,
-            num_warps=config.warps,
+            COLUMNS=min(block_n, config.columns), EVICT=config.evict, **sizes, **_options(config),
         )  # fmt: skip
         if tokens > block_t:
             _flush(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+
+
+def _options(config) -> dict:
+    return {"num_warps": config.warps, **({} if config.registers is None else {"maxnreg": config.registers})}
 
 
 def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace: bool) -> None:
@@ -328,8 +332,7 @@ def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inp
         _fold_kernel[(batch * heads * triton.cdiv(head_dim, config.block_p),)](
             positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
             H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=config.block_p,
-            BLOCK_N=max(next_power_of_2(state), 16), COLUMNS=min(max(next_power_of_2(state), 16), 64),
-            num_warps=config.warps,
+            COLUMNS=min(max(next_power_of_2(state), 16), config.columns), **_options(config),
         )  # fmt: skip
 
 
