@@ -32,21 +32,22 @@ class Job:
         from replayssm_kernels._configs import Config
 
         geometry = self.case.geometry
-        for block_p, warps, columns in itertools.product((16, 32, 64), (1, 2, 4), (32, 64)):
+        tiles = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)]
+        fp32 = self.case.checkpoint == "fp32"
+        for (block_p, warps), columns in itertools.product(tiles, (32, 64)):
             elements = block_p * geometry.state / (32 * warps)  # per thread
-            if block_p > geometry.head_dim or not 16 <= elements <= 128:
+            if block_p > geometry.head_dim or not 16 <= elements <= 128 or columns > geometry.state:
                 continue
             if self.tokens > 1:
-                for registers, block_j in itertools.product((None, 128, 168), (16, 32)):
-                    if registers is None or elements <= (64 if self.case.checkpoint == "fp32" else 128):
-                        yield Config(block_p, warps, columns, block_j=block_j, registers=registers)
+                if elements > (64 if fp32 else 128):
+                    continue
+                for registers, block_j in itertools.product((None, 128), (16, 64)):
+                    yield Config(block_p, warps, columns, block_j=block_j, registers=registers)
                 continue
-            if self.case.checkpoint == "fp32":
-                limits = (None, 96, 128) if elements <= 64 else (None,)
-            else:
-                limits = (None, 64, 96) if elements <= 64 else (None, 128)
-            for registers, evict in itertools.product(limits, ("", "evict_first")):
-                yield Config(block_p, warps, columns, fused=self.fused, registers=registers, evict=evict)
+            limits = (None,) if self.fused else (None, 96) if fp32 else (None, 64)
+            for registers in limits if elements <= 64 else (None,):
+                for evict in ("", "evict_first"):
+                    yield Config(block_p, warps, columns, fused=self.fused, registers=registers, evict=evict)
 
     def steps(self) -> dict[str, Step]:
         if self.tokens == 1:
@@ -101,7 +102,9 @@ def main() -> None:
     args = parser.parse_args()
     jobs = []
     for name, ck, tokens, batch in itertools.product(args.geometry, args.checkpoint, args.tokens, args.batch):
-        for fused in (True, False) if tokens == 1 else (False,):
+        for fused in (True, False) if tokens == 1 and batch <= 32 else (False,):
+            if tokens > 1 and batch == 1:
+                continue
             jobs.append(Job(Case(GEOMETRIES[name], batch, ck, "bf16"), tokens, fused))
     began = time.time()
     unique = {}
@@ -129,12 +132,14 @@ def main() -> None:
         }
         found.sort(key=lambda item: 15 * item[1]["plain"] + item[1]["flush"])
         print(f"\n{job.case} T={job.tokens} fused={job.fused}  bound {bound['plain']:.1f} / {bound['flush']:.1f}")
+        if found and not job.fused:
+            found += job.times(bench, [dataclasses.replace(found[0][0], overlap=False)])
         best_plain = min(found, key=lambda item: item[1]["plain"])
-        for config, us in [*found[:5], best_plain]:
+        for config, us in [*found[:4], best_plain, found[-1]]:
             print(
                 f"  {us['plain']:8.2f} ({bound['plain'] / us['plain']:.2f}) flush {us['flush']:8.2f} "
                 f"({bound['flush'] / us['flush']:.2f})  p{config.block_p} w{config.warps} c{config.columns} j{config.block_j} "
-                f"r{config.registers} {config.evict}",
+                f"r{config.registers} {config.evict} {config.overlap}",
                 flush=True,
             )
         results.append(

@@ -17,12 +17,13 @@ class Config:
     block_p: int  # rows of the state in a program
     warps: int
     columns: int = 32  # of the state at a time
-    block_j: int = 16  # slots at a time, in a window
+    block_j: int = 64  # slots at a time; where it spans the buffer, a flush needs no second look at it
     fused: bool = False  # one token in one launch
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
     registers: int | None = None
     evict: str = ""
+    overlap: bool = True  # of the two launches, where the device can
 
 
 OVERRIDE: Config | None = None

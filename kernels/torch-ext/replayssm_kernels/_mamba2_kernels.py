@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ._arithmetic import dot_16bit, dot_by_state, dot_float32_by_16bit, final_dt
 from ._conv import convolve, record
+from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
 
 
@@ -67,7 +68,10 @@ def _append_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAPS:
+        may_start_next()
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -219,6 +223,7 @@ def _step_kernel(
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     # One program: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid.
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -246,6 +251,8 @@ def _step_kernel(
                 eviction_policy=EVICT,
             ),
         )
+    if OVERLAPS:
+        wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
@@ -323,32 +330,26 @@ def _step_kernel(
         after_all = 0.0
 
     j = tl.arange(0, BLOCK_J)
-    BLOCKS: tl.constexpr = (SLOTS + BLOCK_J - 1) // BLOCK_J
-    for block in range((end + BLOCK_J - 1) // BLOCK_J if BLOCKS > 1 else 1):
-        # From the newest block to the oldest, since a token's decay is the sum of dt behind it.
-        place = ((end + BLOCK_J - 1) // BLOCK_J - 1 - block) * BLOCK_J + j if BLOCKS > 1 else j
-        used = place < end
-        slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-        # Masked loads do not touch memory: whatever unused slots hold (NaN included) is never seen.
-        dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
-        x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
-        if FUSED:
-            products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
-            for part in tl.static_range(PARTS):
-                n = part * COLUMNS + tl.arange(0, COLUMNS)
-                B = tl.load(
-                    b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & (n < N)[None, :], other=0.0
-                )
-                products += B.to(tl.float32) * C[part][None, :]
-            scores = tl.sum(products, axis=1)
-        else:
-            scores = tl.load(scores_ptr + (b * G + g) * SLOTS + place, mask=used, other=0.0)
-        after = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + after_all
-        weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
-        if HAS_D and not FUSED:
-            weight += tl.where(place == end - 1, tl.load(d_ptr + h).to(tl.float32), 0.0)
-        y_inputs += tl.sum(weight[:, None] * x, axis=0)
-        after_all += tl.sum(dt, axis=0)
+    D = 0.0
+    if HAS_D and not FUSED:
+        D = tl.load(d_ptr + h).to(tl.float32)
+    row_scores_ptr = scores_ptr + (b * G + g) * SLOTS
+    if SLOTS <= BLOCK_J:
+        y_old, after_all, x, dt = _output_block(
+            j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
+            P, N, SLOTS, FUSED, BLOCK_J, COLUMNS,
+        )  # fmt: skip
+        y_inputs += y_old
+    else:
+        blocks = (end + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
+            y_old, after_all, _, _ = _output_block(
+                (blocks - 1 - block) * BLOCK_J + j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr,
+                row_scores_ptr, p_ok, P, N, SLOTS, FUSED, BLOCK_J, COLUMNS,
+            )  # fmt: skip
+            y_inputs += y_old
+        x = 0
+        dt = 0
 
     # Parts are added before lanes are: few shuffles.
     products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
@@ -359,17 +360,65 @@ def _step_kernel(
 
     if fold > 0:
         if FUSED:
-            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A, p,
-                  x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, COLUMNS)  # fmt: skip
+            _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A,
+                  p, x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, BLOCK_J,
+                  COLUMNS)  # fmt: skip
         else:
-            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  0, 0, 0, False, P, N, SLOTS, BLOCK_P, COLUMNS)  # fmt: skip
+            _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
+                  p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P: tl.constexpr, SLOTS: tl.constexpr):
+    """Slots, x (J, BLOCK_P) and dt (J,) of the places below `end`; zeros from there on."""
+    used = place < end
+    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+    # Masked loads do not touch memory: whatever unused slots hold (NaN included) is never seen.
+    dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
+    x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0)
+    return slot, x, dt
+
+
+@triton.jit
+def _time_behind(dt):
+    """The sum of dt behind each place."""
+    return tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0)
+
+
+@triton.jit
+def _output_block(
+    place, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
+    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, FUSED: tl.constexpr,
+    BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """
+    What the tokens at some places of the buffer add to the output of the token at hand: (BLOCK_P,), when `after_all` has
+    passed since the newest of them. Also `after_all` with their own time, and their x and dt.
+    """
+    slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    used = place < end
+    if FUSED:
+        products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
+        for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & (n < N)[None, :], other=0.0)
+            products += B.to(tl.float32) * C[part][None, :]
+        scores = tl.sum(products, axis=1)
+    else:
+        scores = tl.load(row_scores_ptr + place, mask=used, other=0.0)
+    after = _time_behind(dt) + after_all
+    weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
+    weight += tl.where(place == end - 1, D, 0.0)  # with FUSED, D x is already in the output
+    return tl.sum(weight[:, None] * x.to(tl.float32), axis=0), after_all + tl.sum(dt, axis=0), x, dt
 
 
 @triton.jit
 def _fold(
     state,  # of the head, rows p: (BLOCK_P, COLUMNS) for each part of the columns
     out_ptr,  # of the head: (P, N)
+    x,  # (BLOCK_J, BLOCK_P) and
+    dt,  # (BLOCK_J,): all places of the buffer, where BLOCK_J spans them; unused otherwise
+    j,
     x_row_ptr,  # of the head, (SLOTS, P) at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
@@ -385,65 +434,58 @@ def _fold(
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """
     Stores the state after the `count` oldest places of the buffer, one part of its columns after the other, so that few
     registers are held beside the state's own.
     """
-    BLOCK_J: tl.constexpr = 16 if SLOTS <= 16 else (32 if SLOTS <= 32 else 64)
-    j = tl.arange(0, BLOCK_J)
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     p_ok = p < P
+    after_new = dt_new if HAS_NEW else 0.0
     blocks = (count + BLOCK_J - 1) // BLOCK_J
+    B = ()
     if SLOTS <= BLOCK_J:
-        weighted, slot, time = _weighted_inputs(
-            j, count, first, A, dt_new if HAS_NEW else 0.0, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS
-        )
-    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        slot = ring_slot(first, tl.where(j < count, j, 0), SLOTS)
+        for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            ok = (j < count)[:, None] & (n < N)[None, :]
+            B = B + (tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0),)
+        weighted, time = _weighted_inputs(j, count, x, dt, A, after_new)
+    for part in tl.static_range(PARTS):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
-        n_ok = n < N
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
         if SLOTS <= BLOCK_J:
-            B = tl.load(
-                b_group_ptr + slot[:, None] * N + n[None, :], mask=(j < count)[:, None] & n_ok[None, :], other=0.0
-            )
-            inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+            inputs = dot_float32_by_16bit(weighted, B[part], inputs, 3)
         else:
-            time = dt_new if HAS_NEW else tl.zeros((), tl.float32)
+            time = after_new + tl.zeros((), tl.float32)
             for block in range(blocks):
                 place = (blocks - 1 - block) * BLOCK_J + j
-                weighted, slot, time = _weighted_inputs(
-                    place, count, first, A, time, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS
-                )
-                B = tl.load(
-                    b_group_ptr + slot[:, None] * N + n[None, :], mask=(place < count)[:, None] & n_ok[None, :], other=0.0
-                )
-                inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+                slot, x_block, dt_block = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+                weighted, time = _weighted_inputs(place, count, x_block, dt_block, A, time)
+                ok = (place < count)[:, None] & (n < N)[None, :]
+                B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
+                inputs = dot_float32_by_16bit(weighted, B_block, inputs, 3)
         folded = tl.exp(tl.minimum(A * time, 0.0)) * state[part].to(tl.float32) + inputs
         if HAS_NEW:
             folded += (dt_new * x_new)[:, None] * B_new[part][None, :]
         tl.store(
             out_ptr + p[:, None] * N + n[None, :],
             folded.to(out_ptr.dtype.element_ty),
-            mask=p_ok[:, None] & n_ok[None, :],
+            mask=p_ok[:, None] & (n < N)[None, :],
         )
 
 
 @triton.jit
-def _weighted_inputs(
-    place, count, first, A, after_all, x_row_ptr, dt_row_ptr, p_ok, P: tl.constexpr, SLOTS: tl.constexpr
-):
+def _weighted_inputs(place, count, x, dt, A, after_all):
     """
-    dt_j exp(A (time behind j)) x_j, (BLOCK_P, J) float32, of the places below `count`, when `after_all` has passed since
-    the newest of them; their slots, and `after_all` with their own time.
+    dt_j exp(A (time behind j)) x_j, (BLOCK_P, J) float32, of the places below `count` (zeros for the others), when
+    `after_all` has passed since the newest of them; and `after_all` with their own time.
     """
-    used = place < count
-    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-    dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
-    x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0).to(tl.float32)
-    after = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + after_all
-    weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf")))
-    return tl.trans(x * weight[:, None]), slot, after_all + tl.sum(dt, axis=0)
+    dt = tl.where(place < count, dt, 0.0)
+    weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
+    return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -472,6 +514,7 @@ def _window_kernel(
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     HEADS_PER_GROUP: tl.constexpr = H // G
@@ -498,6 +541,8 @@ def _window_kernel(
                 eviction_policy=EVICT,
             ),
         )
+    if OVERLAPS:
+        wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
@@ -510,31 +555,27 @@ def _window_kernel(
     dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, newest, 0), SLOTS), mask=t_ok, other=0.0)
     # Time is counted backwards from the end of the piece: a difference of two such sums is as exact as its exponent
     # needs, since the one that is subtracted is small.
-    behind_t = tl.maximum(tl.cumsum(dt_t, axis=0, reverse=True) - dt_t, 0.0)
+    behind_t = _time_behind(dt_t)
     end = held + tl.minimum(count, t0 + BLOCK_T)  # nothing behind it is visible from here
+    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
+    row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS)
     y_inputs = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     behind_all = tl.zeros((), tl.float32)
     j = tl.arange(0, BLOCK_J)
-    blocks = (end + BLOCK_J - 1) // BLOCK_J
-    for block in range(blocks):
-        place = (blocks - 1 - block) * BLOCK_J + j
-        used = place < end
-        slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-        x = tl.load(x_row_ptr + slot[:, None] * P, mask=used[:, None] & p_ok[None, :], other=0.0)
-        visible = used[None, :] & (place[None, :] <= newest[:, None])  # (T, J)
-        dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
-        scores = tl.load(
-            scores_ptr + (b * G + g) * (T * SLOTS) + t[:, None] * SLOTS + place[None, :],
-            mask=visible & t_ok[:, None],
-            other=0.0,
-        )
-        behind = tl.maximum(tl.cumsum(dt, axis=0, reverse=True) - dt, 0.0) + behind_all
-        exponent = tl.minimum(A * (behind[None, :] - behind_t[:, None]), 0.0)
-        weight = dt[None, :] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
-        if HAS_D:
-            weight += tl.where(place[None, :] == newest[:, None], tl.load(d_ptr + h).to(tl.float32), 0.0)
-        y_inputs = dot_float32_by_16bit(weight, x, y_inputs, 2)
-        behind_all += tl.sum(dt, axis=0)
+    if SLOTS <= BLOCK_J:
+        y_inputs, behind_all, x, dt = _window_block(
+            y_inputs, behind_all, j, end, t, t_ok, newest, behind_t, first, A, D, x_row_ptr, dt_row_ptr, row_scores_ptr,
+            p_ok, P, SLOTS,
+        )  # fmt: skip
+    else:
+        blocks = (end + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):
+            y_inputs, behind_all, _, _ = _window_block(
+                y_inputs, behind_all, (blocks - 1 - block) * BLOCK_J + j, end, t, t_ok, newest, behind_t, first, A, D,
+                x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok, P, SLOTS,
+            )  # fmt: skip
+        x = 0
+        dt = 0
 
     y_state = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
     for part in tl.static_range(PARTS):
@@ -554,8 +595,29 @@ def _window_kernel(
 
     # A window in several pieces is folded by a launch of its own: the other pieces may still have to read the state.
     if (fold > 0) & (T <= BLOCK_T):
-        _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-              0, 0, 0, False, P, N, SLOTS, BLOCK_P, COLUMNS)  # fmt: skip
+        _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
+              p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _window_block(
+    y_inputs, behind_all, place, end, t, t_ok, newest, behind_t, first, A, D, x_row_ptr, dt_row_ptr, row_scores_ptr,
+    p_ok, P: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """
+    y_inputs (T, BLOCK_P) with what the tokens at some places of the buffer add, when `behind_all` has passed since the
+    newest of them. Also `behind_all` with their own time, and their x and dt.
+    """
+    slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    visible = (place < end)[None, :] & (place[None, :] <= newest[:, None])  # (T, J)
+    scores = tl.load(
+        row_scores_ptr + t[:, None] * SLOTS + place[None, :], mask=visible & t_ok[:, None], other=0.0
+    )
+    behind = _time_behind(dt) + behind_all
+    exponent = tl.minimum(A * (behind[None, :] - behind_t[:, None]), 0.0)
+    weight = dt[None, :] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
+    weight += tl.where(place[None, :] == newest[:, None], D, 0.0)
+    return dot_float32_by_16bit(weight, x, y_inputs, 2), behind_all + tl.sum(dt, axis=0), x, dt
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -575,6 +637,7 @@ def _fold_kernel(
     SLOTS: tl.constexpr,
     INPLACE: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -587,20 +650,21 @@ def _fold_kernel(
     if (fold == 0) & INPLACE:
         return
     p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p_ok = p < P
     head = (b * H + h) * (P * N)
     state = ()
     for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
-        state = state + (
-            tl.load(
-                checkpoint_ptr + head + p[:, None] * N + n[None, :], mask=(p < P)[:, None] & (n < N)[None, :], other=0.0
-            ),
-        )
+        ok = p_ok[:, None] & (n < N)[None, :]
+        state = state + (tl.load(checkpoint_ptr + head + p[:, None] * N + n[None, :], mask=ok, other=0.0),)
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+    j = tl.arange(0, BLOCK_J)
+    x = 0
+    dt = 0
+    if SLOTS <= BLOCK_J:
+        _, x, dt = _buffered(j, fold, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
     _fold(
-        state,
-        out_ptr + head,
-        x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :],
-        b_buffer_ptr + (b * G + g) * (SLOTS * N),
-        dt_buffer_ptr + (b * H + h) * SLOTS,
-        fold, first, tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, COLUMNS,
+        state, out_ptr + head, x, dt, j, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr, fold, first,
+        tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from ._conv import check_conv
 from ._launch import check, check_owned, check_positions, next_power_of_2, on_device_of, rows_contiguous
 from ._mamba2_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
 from ._operators import define
+from ._overlap import can_overlap
 
 
 PIECE = 32  # tokens of a window that one pass over the state serves
@@ -250,6 +251,8 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     config = _configs.choose(checkpoint, x_buffer, B_buffer, tokens, conv is not None)
     fused = tokens == 1 and (config.fused if fused is None else fused)
     block_n = max(next_power_of_2(state), 16)
+    block_j = min(max(next_power_of_2(slots), 16), config.block_j)
+    overlaps = config.overlap and can_overlap(checkpoint.device)
     ring = conv.ring.shape[1] if conv else 1
     kernel = conv.weight.shape[1] if conv else 1
     unused = positions  # stands where a pointer is not read
@@ -291,8 +294,8 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
                 dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
                 T=tokens, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16, BLOCK_C=block_c,
-                BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n, **sizes, **variant,
-                num_warps=config.append_warps,
+                BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n, OVERLAPS=overlaps, **sizes,
+                **variant, num_warps=config.append_warps,
             )  # fmt: skip
         c_strides = (0, 0, 0) if C is None else C.stride()[:3]
         C = unused if C is None else C
@@ -304,22 +307,29 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 x_stride_b=x_strides[0], x_stride_h=x_strides[2], b_stride_b=b_strides[0], b_stride_g=b_strides[2],
                 c_stride_b=c_strides[0], c_stride_g=c_strides[2], dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2),
                 HAS_D=D is not None, FUSED=fused, BLOCK_P=config.block_p,
-                BLOCK_J=min(next_power_of_2(slots), 64), COLUMNS=min(block_n, config.columns), EVICT=config.evict, **sizes,
-                **variant, **_options(config),
+                BLOCK_J=block_j, COLUMNS=min(block_n, config.columns), EVICT=config.evict,
+                OVERLAPS=overlaps and not fused, **sizes, **variant, **_options(config, overlaps and not fused),
             )  # fmt: skip
             return
         block_t = min(block_t, PIECE)
         _window_kernel[(row_blocks, triton.cdiv(tokens, block_t))](
             positions, checkpoint, *buffers.values(), scores, C, A, D_or_unused, y, batch, *c_strides,
-            T=tokens, HAS_D=D is not None, BLOCK_T=block_t, BLOCK_P=config.block_p, BLOCK_J=config.block_j,
-            COLUMNS=min(block_n, config.columns), EVICT=config.evict, **sizes, **_options(config),
+            T=tokens, HAS_D=D is not None, BLOCK_T=block_t, BLOCK_P=config.block_p, BLOCK_J=block_j,
+            COLUMNS=min(block_n, config.columns), EVICT=config.evict,
+            OVERLAPS=overlaps, **sizes, **_options(config, overlaps),
         )  # fmt: skip
         if tokens > block_t:
             _flush(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
 
 
-def _options(config) -> dict:
-    return {"num_warps": config.warps, **({} if config.registers is None else {"maxnreg": config.registers})}
+def _options(config: _configs.Config, overlaps: bool = False) -> dict:
+    """Launch options of triton; those that only some devices know are named only there."""
+    options = {"num_warps": config.warps, "num_stages": 1}
+    if config.registers is not None:
+        options["maxnreg"] = config.registers
+    if overlaps:
+        options["launch_pdl"] = True
+    return options
 
 
 def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace: bool) -> None:
@@ -332,6 +342,7 @@ def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inp
         _fold_kernel[(batch * heads * triton.cdiv(head_dim, config.block_p),)](
             positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
             H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=config.block_p,
+            BLOCK_J=min(max(next_power_of_2(slots), 16), config.block_j),
             COLUMNS=min(max(next_power_of_2(state), 16), config.columns), **_options(config),
         )  # fmt: skip
 

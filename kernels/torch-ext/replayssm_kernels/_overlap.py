@@ -1,0 +1,33 @@
+"""
+Overlap of two launches, where the device can do it (NVIDIA, from compute capability 9.0): the second kernel starts while
+the first is still running, loads what the first does not write, and then waits for it. A launch's latency is saved.
+Everywhere else `can_overlap` is False, nothing of this is compiled, and the launches follow each other as usual.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def may_start_next():
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous():
+    tl.extra.cuda.gdc_wait()
+
+
+@functools.cache
+def can_overlap(device: torch.device) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+        and hasattr(tl.extra.cuda, "gdc_wait")
+    )
