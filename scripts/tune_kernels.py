@@ -22,95 +22,135 @@ import torch
 from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 
 
+def tiles(geometry, most: int):
+    """Tiles of at most `most` elements of the state a thread."""
+    from replayssm_kernels._configs import Tile
+
+    for block_p, warps, columns in itertools.product((16, 32, 64), (1, 2, 4), (32, 64, 128)):
+        elements = block_p * geometry.state / (32 * warps)
+        if block_p <= geometry.head_dim and 16 <= elements <= most and columns <= max(geometry.state, 32):
+            if columns < 128 or elements >= 128:
+                yield Tile(block_p, warps, columns)
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
+    """One row of the table: a shape, and how many tokens."""
+
     case: Case
     tokens: int
-    fused: bool
-
-    def candidates(self):
-        from replayssm_kernels._configs import Config
-
-        geometry = self.case.geometry
-        tiles = [(16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 2), (64, 4)]
-        fp32 = self.case.checkpoint == "fp32"
-        for (block_p, warps), columns in itertools.product(tiles, (32, 64)):
-            elements = block_p * geometry.state / (32 * warps)  # per thread
-            if block_p > geometry.head_dim or not 16 <= elements <= 128 or columns > geometry.state:
-                continue
-            if self.tokens > 1:
-                if elements > (64 if fp32 else 128):
-                    continue
-                for registers, block_j in itertools.product((None, 128), (16, 64)):
-                    yield Config(block_p, warps, columns, block_j=block_j, registers=registers)
-                continue
-            limits = (None,) if self.fused else (None, 96) if fp32 else (None, 64)
-            for registers in limits if elements <= 64 else (None,):
-                for evict in ("", "evict_first"):
-                    yield Config(block_p, warps, columns, fused=self.fused, registers=registers, evict=evict)
 
     def steps(self) -> dict[str, Step]:
+        """A call with the buffer half full, and one that flushes."""
         if self.tokens == 1:
             return {"plain": Step(64, 0, 8, 1, 0), "flush": Step(64, 0, 15, 1, 16)}
-        held = 16
-        return {"plain": Step(64, 0, held, self.tokens, 0), "flush": Step(64, 0, held, self.tokens, held - 5)}
+        return {"plain": Step(64, 0, 16, self.tokens, 0), "flush": Step(64, 0, 24, self.tokens, 24 - self.tokens)}
 
+    @property
     def slots(self) -> int:
         return 16 if self.tokens == 1 else 40
 
-    def times(self, bench: Bench, configs=None) -> list[tuple]:
+    @property
+    def cycle(self) -> int:
+        """Calls from one flush to the next."""
+        return 16 if self.tokens == 1 else 4
+
+    def cost(self, us: dict[str, float]) -> float:
+        return ((self.cycle - 1) * us["plain"] + us["flush"]) / self.cycle
+
+    def candidates(self) -> list:
+        """Every configuration that may be tried."""
+        from replayssm_kernels._configs import Config
+
+        geometry = self.case.geometry
+        rows = self.case.batch * geometry.heads
+        plain = list(tiles(geometry, 128))
+        evict = [dataclasses.replace(tile, evict="evict_first") for tile in plain]
+        found = [Config(tile, flush=plain[0]) for tile in (plain if rows >= 4096 else evict)]
+        found += [Config(plain[0], flush=tile, flush_programs=n) for tile in plain for n in (4, 12)]
+        if rows < 8192:
+            found += [Config(tile) for tile in evict]
+            if self.tokens == 1:
+                found += [Config(tile, fused=True) for tile in evict]
+        return found
+
+    def tune(self, bench: Bench) -> list[tuple]:
+        """(configuration, microseconds) of what was tried, best first."""
+        tried = []
+        apart = [config for config in self.candidates() if config.flush is not None]
+        together = [config for config in self.candidates() if config.flush is None]
+        first = apart[0].flush
+        measure = self.measure(bench)
+        best = min(
+            (
+                (config, measure(config, "plain"))
+                for config in apart
+                if config.flush == first and config.flush_programs == 8
+            ),
+            key=lambda item: item[1],
+        )[0]
+        for config in {(config.flush, config.flush_programs): config for config in apart}.values():
+            config = dataclasses.replace(best, flush=config.flush, flush_programs=config.flush_programs)
+            tried.append((config, {"flush": measure(config, "flush")}))
+        tried = sorted(tried, key=lambda item: item[1]["flush"])[:3]
+        tried = [(config, {"plain": measure(config, "plain"), **us}) for config, us in tried]
+        tried += [(config, {name: measure(config, name) for name in self.steps()}) for config in together]
+        return sorted(tried, key=lambda item: self.cost(item[1]))
+
+    def measure(self, bench: Bench):
+        """measure(config, step's name) -> microseconds."""
         from replayssm_kernels import _configs
 
-        p = bench.parameters(self.case)
-        steps = self.steps()
-        launch = bench.step(self.case, p, bench.positions(self.case, list(steps.values())), fused=self.fused)
-        sets = bench.make_sets(self.case, self.slots(), self.tokens)
-        found = []
-        for config in configs or self.candidates():
+        p, steps = bench.parameters(self.case), self.steps()
+        launch = bench.step(self.case, p, bench.positions(self.case, list(steps.values())))
+        sets = bench.make_sets(self.case, self.slots, self.tokens)
+
+        def measure(config, name: str) -> float:
             _configs.OVERRIDE = config
             try:
-                us = {
-                    name: bench.time(launch, sets, [step], bench.expected_us(benchmark.step_bytes(self.case, step)))
-                    for name, step in steps.items()
-                }
+                expected = bench.expected_us(benchmark.step_bytes(self.case, steps[name]))
+                return bench.time(launch, sets, [steps[name]], expected)
             except Exception as error:
-                print(f"{self.case} {config}: {type(error).__name__} {str(error)[:100]}", file=sys.stderr)
-                continue
+                print(f"{self.case} {config}: {type(error).__name__} {str(error)[:200]}", file=sys.stderr)
+                return math.inf
             finally:
                 _configs.OVERRIDE = None
-            found.append((config, us))
-        return found
+
+        return measure
 
 
 def compile_candidate(job: Job, config) -> None:
-    bench = benchmark._worker_bench
-    try:
-        dataclasses.replace(job, case=dataclasses.replace(job.case, batch=2)).times(bench, [config])
-    except Exception as error:
-        print(f"{job} {config}: {error}", file=sys.stderr)
+    """In a worker: launches what `config` launches once, so that it lies in triton's cache."""
+    small = dataclasses.replace(job, case=dataclasses.replace(job.case, batch=2))
+    measure = small.measure(benchmark._worker_bench)
+    for name in job.steps():
+        measure(config, name)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--geometry", nargs="+", default=["Nemotron-H-8B"])
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 128])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 128])
     parser.add_argument("--checkpoint", nargs="+", default=["fp32", "bf16"])
-    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 5, 8])
-    parser.add_argument("--budget-ms", type=float, default=15)
+    parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8])
+    parser.add_argument("--activation", default="bf16")
+    parser.add_argument("--budget-ms", type=float, default=4)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--json")
     args = parser.parse_args()
-    jobs = []
-    for name, ck, tokens, batch in itertools.product(args.geometry, args.checkpoint, args.tokens, args.batch):
-        for fused in (True, False) if tokens == 1 and batch <= 32 else (False,):
-            if tokens > 1 and batch == 1:
-                continue
-            jobs.append(Job(Case(GEOMETRIES[name], batch, ck, "bf16"), tokens, fused))
+    jobs = [
+        Job(Case(GEOMETRIES[name], batch, checkpoint, args.activation), tokens)
+        for name, checkpoint, tokens, batch in itertools.product(
+            args.geometry, args.checkpoint, args.tokens, args.batch
+        )
+        if tokens == 1 or batch in (8, 128)
+    ]
     began = time.time()
-    unique = {}
-    for job in jobs:
-        for config in job.candidates():
-            unique[(job.case.geometry.name, job.case.checkpoint, job.tokens, job.fused, config)] = (job, config)
+    unique = {
+        (job.case.geometry, job.case.checkpoint, job.tokens, config): (job, config)
+        for job in jobs
+        for config in job.candidates()
+    }
     with concurrent.futures.ProcessPoolExecutor(
         args.workers,
         mp_context=multiprocessing.get_context("spawn"),
@@ -125,31 +165,31 @@ def main() -> None:
     print(f"read {bench.bandwidth / 1e12:.2f} TB/s", flush=True)
     results = []
     for job in jobs:
-        found = job.times(bench)
+        found = job.tune(bench)
         bound = {
             name: benchmark.bound_us(benchmark.step_bytes(job.case, step), bench.bandwidth)
             for name, step in job.steps().items()
         }
-        found.sort(key=lambda item: 15 * item[1]["plain"] + item[1]["flush"])
-        print(f"\n{job.case} T={job.tokens} fused={job.fused}  bound {bound['plain']:.1f} / {bound['flush']:.1f}")
-        if found and not job.fused:
-            found += job.times(bench, [dataclasses.replace(found[0][0], overlap=False)])
-        best_plain = min(found, key=lambda item: item[1]["plain"])
-        for config, us in [*found[:4], best_plain, found[-1]]:
+        print(f"\n{job.case} T={job.tokens}  bound {bound['plain']:.1f} / {bound['flush']:.1f} / {job.cost(bound):.1f}")
+        for config, us in found[:5]:
             print(
-                f"  {us['plain']:8.2f} ({bound['plain'] / us['plain']:.2f}) flush {us['flush']:8.2f} "
-                f"({bound['flush'] / us['flush']:.2f})  p{config.block_p} w{config.warps} c{config.columns} j{config.block_j} "
-                f"r{config.registers} {config.evict} {config.overlap}",
+                f"  {job.cost(us):8.2f} ({job.cost(bound) / job.cost(us):.3f}) = {us['plain']:8.2f} & {us['flush']:8.2f}"
+                f"  {show(config)}",
                 flush=True,
             )
-        results.append(
-            {**job.case.row(), "tokens": job.tokens, "fused": job.fused, "bound_us": bound,
-             "found": [{**dataclasses.asdict(c), **us} for c, us in found]}
-        )  # fmt: skip
+        results.append({**job.case.row(), "tokens": job.tokens, "bound_us": bound, "found": [
+            {**dataclasses.asdict(config), **us} for config, us in found[:8]]})  # fmt: skip
         if args.json:
             with open(args.json, "w") as file:
-                json.dump(results, file)
+                json.dump({"device": torch.cuda.get_device_name(), "results": results}, file)
     print(f"{time.time() - began:.0f} s")
+
+
+def show(config) -> str:
+    tile = lambda t: f"{t.block_p}x{t.columns} w{t.warps}{' ' + t.evict if t.evict else ''}"  # noqa: E731
+    if config.flush is None:
+        return f"{tile(config.tile)}{' fused' if config.fused else ''}"
+    return f"{tile(config.tile)}, flush {tile(config.flush)} n{config.flush_programs}"
 
 
 if __name__ == "__main__":

@@ -166,7 +166,9 @@ def causal_conv(
     Returns: (b, t, c) in the dtype of `inputs`; sums are float32. From a row's COUNT on it is unspecified.
     """
     check_positions(positions, inputs.shape[0], inputs)
-    return _conv_op(positions, inputs, conv_inputs, weight, bias, check_conv(inputs, conv_inputs, weight, bias, activation))
+    return _conv_op(
+        positions, inputs, conv_inputs, weight, bias, check_conv(inputs, conv_inputs, weight, bias, activation)
+    )
 
 
 def _conv(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import torch
 
@@ -14,6 +15,15 @@ def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     if tensor.device.type == "cpu":
         return contextlib.nullcontext()
     return torch.get_device_module(tensor.device).device(tensor.device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """How many units the device runs programs on (an estimate where it does not say)."""
+    if device.type == "cpu":  # triton's interpreter: few, so that each has several tiles to do
+        return 1
+    properties = torch.get_device_module(device).get_device_properties(device)
+    return getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_eu_count", 512) // 8
 
 
 def next_power_of_2(n: int) -> int:

@@ -28,6 +28,14 @@ from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
 
 
+# Which rows a launch serves. A kernel that can flush needs so many registers that fewer programs fit on a multiprocessor,
+# also in the steps that do not flush; for a large batch it is a launch of its own.
+KEEPING = tl.constexpr(0)  # those that do not flush; the others are left to
+FLUSHING = tl.constexpr(1)  # another launch
+ALL = tl.constexpr(2)
+NEVER_FLUSH = tl.constexpr(3)  # all, and what is to be folded is left to another kernel
+
+
 @triton.jit(do_not_specialize=["batch"])
 def _append_kernel(
     positions_ptr,  # (5, batch)
@@ -75,7 +83,7 @@ def _append_kernel(
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
-    first, held, count, _ = row_positions(positions_ptr, b, batch)
+    first, held, count, _ = row_positions(positions_ptr, b, batch, SLOTS)
     t = tl.arange(0, BLOCK_T)
     real = t < count
     slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
@@ -224,21 +232,67 @@ def _step_kernel(
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    # One program: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid.
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    if ROWS == FLUSHING:
+        # A few programs look through all tiles: where no row flushes, nothing is to be done and this must not take long.
+        if OVERLAPS:
+            wait_for_previous()
+        for tile in range(tl.program_id(0), batch * H * P_BLOCKS, tl.num_programs(0)):
+            first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
+            if fold > 0:
+                _step_tile(
+                    tile, first, held, count, fold,
+                    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr,
+                    a_ptr, d_ptr, y_ptr, x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr,
+                    conv_bias_ptr, batch, x_stride_b, x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g,
+                    dt_stride_b, dt_stride_h, H, G, P, N, SLOTS, HAS_D, FUSED, CONV, RING, K, HAS_CONV_BIAS, SILU,
+                    HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, FLUSH=True
+                )  # fmt: skip
+    else:
+        if OVERLAPS:
+            may_start_next()
+        tile = tl.program_id(0)
+        first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
+        if ROWS == KEEPING and fold > 0:
+            if OVERLAPS:
+                wait_for_previous()  # what comes next counts on it
+        else:
+            _step_tile(
+                tile, first, held, count, fold,
+                positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr,
+                d_ptr, y_ptr, x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr,
+                conv_bias_ptr, batch, x_stride_b, x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g,
+                dt_stride_b, dt_stride_h, H, G, P, N, SLOTS, HAS_D, FUSED, CONV, RING, K, HAS_CONV_BIAS, SILU,
+                HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, OVERLAPS, FLUSH=ROWS == ALL
+            )  # fmt: skip
+
+
+@triton.jit
+def _step_tile(
+    tile, first, held, count, fold,
+    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr, d_ptr, y_ptr,
+    x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr, conv_bias_ptr, batch, x_stride_b,
+    x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g, dt_stride_b, dt_stride_h,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, HAS_D: tl.constexpr,
+    FUSED: tl.constexpr, CONV: tl.constexpr, RING: tl.constexpr, K: tl.constexpr, HAS_CONV_BIAS: tl.constexpr,
+    SILU: tl.constexpr, HAS_DT_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr, EVICT: tl.constexpr, OVERLAPS: tl.constexpr,
+    FLUSH: tl.constexpr,
+):  # fmt: skip
+    """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     HEADS_PER_GROUP: tl.constexpr = H // G
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    pid = tl.program_id(0)
-    row_head = pid // P_BLOCKS
+    row_head = tile // P_BLOCKS
     b = (row_head // H).to(tl.int64)
     h = row_head % H
     g = h // HEADS_PER_GROUP
-    p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_ok = p < P
 
-    # Loads that others wait for come first, then the state, the long one: what follows goes on while it is under way.
-    first, held, count, fold = row_positions(positions_ptr, b, batch)
+    # The state first: what follows goes on while it is under way.
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = ()
     for part in tl.static_range(PARTS):
@@ -266,7 +320,7 @@ def _step_kernel(
         new_slot = ring_slot(first, held, SLOTS)
         new_p_ok = p < tl.where(count > 0, P, 0)
         N_if_new = tl.where(count > 0, N, 0)
-        N_if_leader = tl.where((pid % (P_BLOCKS * HEADS_PER_GROUP)) == 0, N_if_new, 0)
+        N_if_leader = tl.where((tile % (P_BLOCKS * HEADS_PER_GROUP)) == 0, N_if_new, 0)
         dt_new = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
         if HAS_DT_BIAS:
             dt_new = final_dt(dt_new, tl.load(dt_bias_ptr + h).to(tl.float32), dt_low, dt_high)
@@ -287,7 +341,7 @@ def _step_kernel(
             x_new = tl.load(new_ptr + h * x_stride_h + p, mask=new_p_ok, other=0.0).to(dtype)
         tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x_new, mask=new_p_ok)
         x_new = x_new.to(tl.float32)
-        if pid % P_BLOCKS == 0:
+        if tile % P_BLOCKS == 0:
             if count > 0:
                 tl.store(dt_row_ptr + new_slot, dt_new)
         B_by_C = tl.zeros((COLUMNS,), tl.float32)
@@ -358,13 +412,14 @@ def _step_kernel(
     y = tl.exp(tl.minimum(A * after_all, 0.0)) * tl.sum(products, axis=1) + y_inputs
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
 
-    if fold > 0:
-        if FUSED:
-            _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A,
+    if FLUSH:
+        if fold > 0:
+            if FUSED:
+                _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A,
                   p, x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, BLOCK_J,
                   COLUMNS)  # fmt: skip
-        else:
-            _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
+            else:
+                _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
                   p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
@@ -515,20 +570,61 @@ def _window_kernel(
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
     OVERLAPS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    if ROWS == FLUSHING:
+        # A few programs look through all tiles: where no row flushes, nothing is to be done and this must not take long.
+        if OVERLAPS:
+            wait_for_previous()
+        for tile in range(tl.program_id(0), batch * H * P_BLOCKS, tl.num_programs(0)):
+            first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
+            if fold > 0:
+                _window_tile(
+                    tile, tl.program_id(1), first, held, count, fold,
+                    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr,
+                    a_ptr, d_ptr, y_ptr, batch, c_stride_b, c_stride_t, c_stride_g, T, H, G, P, N, SLOTS, HAS_D,
+                    BLOCK_T, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, FLUSH=True
+                )  # fmt: skip
+    else:
+        if OVERLAPS:
+            may_start_next()
+        tile = tl.program_id(0)
+        first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
+        if ROWS == KEEPING and fold > 0:
+            if OVERLAPS:
+                wait_for_previous()  # what comes next counts on it
+        else:
+            _window_tile(
+                tile, tl.program_id(1), first, held, count, fold,
+                positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr,
+                d_ptr, y_ptr, batch, c_stride_b, c_stride_t, c_stride_g, T, H, G, P, N, SLOTS, HAS_D, BLOCK_T,
+                BLOCK_P, BLOCK_J, COLUMNS, EVICT, OVERLAPS, FLUSH=ROWS == ALL
+            )  # fmt: skip
+
+
+@triton.jit
+def _window_tile(
+    tile, piece, first, held, count, fold,
+    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr, d_ptr, y_ptr,
+    batch, c_stride_b, c_stride_t, c_stride_g,
+    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
+    EVICT: tl.constexpr, OVERLAPS: tl.constexpr,
+    FLUSH: tl.constexpr,
+):  # fmt: skip
+    """A piece of a window, one tile: BLOCK_P rows of the state of one head."""
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     HEADS_PER_GROUP: tl.constexpr = H // G
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    pid = tl.program_id(0)
-    t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
-    row_head = pid // P_BLOCKS
+    t0 = piece * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
+    row_head = tile // P_BLOCKS
     b = (row_head // H).to(tl.int64)
     h = row_head % H
     g = h // HEADS_PER_GROUP
-    p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_ok = p < P
 
-    first, held, count, fold = row_positions(positions_ptr, b, batch)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = ()
     for part in tl.static_range(PARTS):
@@ -593,10 +689,10 @@ def _window_kernel(
         mask=(t < T)[:, None] & p_ok[None, :],
     )
 
-    # A window in several pieces is folded by a launch of its own: the other pieces may still have to read the state.
-    if (fold > 0) & (T <= BLOCK_T):
-        _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
-              p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+    if FLUSH:
+        if fold > 0:
+            _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
+                  p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -610,9 +706,7 @@ def _window_block(
     """
     slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
     visible = (place < end)[None, :] & (place[None, :] <= newest[:, None])  # (T, J)
-    scores = tl.load(
-        row_scores_ptr + t[:, None] * SLOTS + place[None, :], mask=visible & t_ok[:, None], other=0.0
-    )
+    scores = tl.load(row_scores_ptr + t[:, None] * SLOTS + place[None, :], mask=visible & t_ok[:, None], other=0.0)
     behind = _time_behind(dt) + behind_all
     exponent = tl.minimum(A * (behind[None, :] - behind_t[:, None]), 0.0)
     weight = dt[None, :] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
@@ -646,7 +740,8 @@ def _fold_kernel(
     b = (row_head // H).to(tl.int64)
     h = row_head % H
     g = h // (H // G)
-    first, _, _, fold = row_positions(positions_ptr, b, batch)
+    first = tl.load(positions_ptr + batch + b)  # HELD and COUNT play no part
+    fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
     if (fold == 0) & INPLACE:
         return
     p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)

@@ -17,10 +17,15 @@ ROWS = 5
 
 
 @triton.jit
-def row_positions(positions_ptr, b, batch):
-    """(first, held, count, fold) of row b."""
+def row_positions(positions_ptr, b, batch, slots: tl.constexpr):
+    """
+    (first, held, count, fold) of row b. Tokens that find no slot are dropped and no more is folded than there is: wrong
+    numbers give wrong results then, not writes to foreign memory.
+    """
     row = positions_ptr + b
-    return tl.load(row + batch), tl.load(row + 2 * batch), tl.load(row + 3 * batch), tl.load(row + 4 * batch)
+    held = tl.load(row + 2 * batch)
+    count = tl.minimum(tl.load(row + 3 * batch), slots - held)
+    return tl.load(row + batch), held, count, tl.minimum(tl.load(row + 4 * batch), held + count)
 
 
 @triton.jit

@@ -17,8 +17,25 @@ import triton
 
 from . import _configs
 from ._conv import check_conv
-from ._launch import check, check_owned, check_positions, next_power_of_2, on_device_of, rows_contiguous
-from ._mamba2_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
+from ._launch import (
+    check,
+    check_owned,
+    check_positions,
+    multiprocessors,
+    next_power_of_2,
+    on_device_of,
+    rows_contiguous,
+)
+from ._mamba2_kernels import (
+    ALL,
+    FLUSHING,
+    KEEPING,
+    NEVER_FLUSH,
+    _append_kernel,
+    _fold_kernel,
+    _step_kernel,
+    _window_kernel,
+)
 from ._operators import define
 from ._overlap import can_overlap
 
@@ -248,10 +265,9 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         return
     batch, tokens, heads, head_dim = y.shape
     groups, slots, state = B_buffer.shape[1:]
-    config = _configs.choose(checkpoint, x_buffer, B_buffer, tokens, conv is not None)
+    config = _configs.choose(checkpoint, x_buffer, B_buffer, tokens)
     fused = tokens == 1 and (config.fused if fused is None else fused)
     block_n = max(next_power_of_2(state), 16)
-    block_j = min(max(next_power_of_2(slots), 16), config.block_j)
     overlaps = config.overlap and can_overlap(checkpoint.device)
     ring = conv.ring.shape[1] if conv else 1
     kernel = conv.weight.shape[1] if conv else 1
@@ -299,37 +315,55 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             )  # fmt: skip
         c_strides = (0, 0, 0) if C is None else C.stride()[:3]
         C = unused if C is None else C
-        D_or_unused = unused if D is None else D
-        row_blocks = batch * heads * triton.cdiv(head_dim, config.block_p)
+        pointers = (positions, checkpoint, *buffers.values(), scores, C, A, unused if D is None else D, y)
+        launches = _tile_launches(batch, heads, head_dim, slots, state, config, fused, y.device)
         if tokens == 1:
-            _step_kernel[(row_blocks,)](
-                positions, checkpoint, *buffers.values(), scores, C, A, D_or_unused, y, **new, batch=batch,
-                x_stride_b=x_strides[0], x_stride_h=x_strides[2], b_stride_b=b_strides[0], b_stride_g=b_strides[2],
-                c_stride_b=c_strides[0], c_stride_g=c_strides[2], dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2),
-                HAS_D=D is not None, FUSED=fused, BLOCK_P=config.block_p,
-                BLOCK_J=block_j, COLUMNS=min(block_n, config.columns), EVICT=config.evict,
-                OVERLAPS=overlaps and not fused, **sizes, **variant, **_options(config, overlaps and not fused),
-            )  # fmt: skip
+            step = {
+                **new, "batch": batch, "x_stride_b": x_strides[0], "x_stride_h": x_strides[2],
+                "b_stride_b": b_strides[0], "b_stride_g": b_strides[2], "c_stride_b": c_strides[0],
+                "c_stride_g": c_strides[2], "dt_stride_b": dt.stride(0), "dt_stride_h": dt.stride(2),
+                "HAS_D": D is not None, "FUSED": fused, **sizes, **variant,
+            }  # fmt: skip
+            for tile, grid, options in launches:
+                _step_kernel[grid](*pointers, **step, **tile, **options)
             return
         block_t = min(block_t, PIECE)
-        _window_kernel[(row_blocks, triton.cdiv(tokens, block_t))](
-            positions, checkpoint, *buffers.values(), scores, C, A, D_or_unused, y, batch, *c_strides,
-            T=tokens, HAS_D=D is not None, BLOCK_T=block_t, BLOCK_P=config.block_p, BLOCK_J=block_j,
-            COLUMNS=min(block_n, config.columns), EVICT=config.evict,
-            OVERLAPS=overlaps, **sizes, **_options(config, overlaps),
-        )  # fmt: skip
-        if tokens > block_t:
+        pieces = triton.cdiv(tokens, block_t)
+        window = {"T": tokens, "HAS_D": D is not None, "BLOCK_T": block_t, **sizes}
+        for tile, grid, options in launches if pieces == 1 else launches[:1]:
+            if pieces > 1:
+                tile["ROWS"] = NEVER_FLUSH
+            _window_kernel[(grid[0], pieces)](*pointers, batch, *c_strides, **window, **tile, **options)
+        if pieces > 1:
             _flush(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
 
 
-def _options(config: _configs.Config, overlaps: bool = False) -> dict:
+def _tile_launches(batch, heads, head_dim, slots, state, config, fused, device):
+    """(constants, grid, launch options) of the one or two launches of a kernel that goes over the state in tiles."""
+    block_n = max(next_power_of_2(state), 16)
+    overlaps = config.overlap and not fused and can_overlap(device)
+
+    def launch(tile: _configs.Tile, rows, programs: int | None = None):
+        tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
+        constants = {
+            "BLOCK_P": tile.block_p,
+            "BLOCK_J": min(max(next_power_of_2(slots), 16), config.block_j),
+            "COLUMNS": min(block_n, tile.columns),
+            "EVICT": tile.evict,
+            "OVERLAPS": overlaps,
+            "ROWS": rows,
+        }
+        return constants, (tiles if programs is None else min(tiles, programs),), _options(tile, overlaps)
+
+    if fused or config.flush is None:
+        return [launch(config.tile, ALL)]
+    flush_programs = config.flush_programs * multiprocessors(device)
+    return [launch(config.tile, KEEPING), launch(config.flush, FLUSHING, flush_programs)]
+
+
+def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
     """Launch options of triton; those that only some devices know are named only there."""
-    options = {"num_warps": config.warps, "num_stages": 1}
-    if config.registers is not None:
-        options["maxnreg"] = config.registers
-    if overlaps:
-        options["launch_pdl"] = True
-    return options
+    return {"num_warps": tile.warps, "num_stages": 1, **({"launch_pdl": True} if overlaps else {})}
 
 
 def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace: bool) -> None:
@@ -337,13 +371,13 @@ def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inp
     groups, slots = B_buffer.shape[1:3]
     if checkpoint.numel() == 0:
         return
-    config = _configs.choose(checkpoint, x_buffer, B_buffer, 0, False)
+    tile = _configs.choose(checkpoint, x_buffer, B_buffer, 0).tile
     with on_device_of(checkpoint):
-        _fold_kernel[(batch * heads * triton.cdiv(head_dim, config.block_p),)](
+        _fold_kernel[(batch * heads * triton.cdiv(head_dim, tile.block_p),)](
             positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
-            H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=config.block_p,
-            BLOCK_J=min(max(next_power_of_2(slots), 16), config.block_j),
-            COLUMNS=min(max(next_power_of_2(state), 16), config.columns), **_options(config),
+            H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=tile.block_p,
+            BLOCK_J=min(max(next_power_of_2(slots), 16), 64), COLUMNS=min(max(next_power_of_2(state), 16), tile.columns),
+            **_options(tile),
         )  # fmt: skip
 
 
