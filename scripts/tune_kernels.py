@@ -22,15 +22,8 @@ import torch
 from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 
 
-def tiles(geometry, most: int):
-    """Tiles of at most `most` elements of the state a thread."""
-    from replayssm_kernels._configs import Tile
-
-    for block_p, warps, columns in itertools.product((16, 32, 64), (1, 2, 4), (32, 64, 128)):
-        elements = block_p * geometry.state / (32 * warps)
-        if block_p <= geometry.head_dim and 16 <= elements <= most and columns <= max(geometry.state, 32):
-            if columns < 128 or elements >= 128:
-                yield Tile(block_p, warps, columns)
+HOT = [(32, 1, 64), (16, 1, 32), (32, 2, 32), (64, 2, 32), (64, 4, 64)]  # block_p, warps, columns, for a state of 128
+FLUSH = [(64, 2, 128), (32, 1, 128), (64, 4, 64), (32, 2, 64)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,43 +51,56 @@ class Job:
     def cost(self, us: dict[str, float]) -> float:
         return ((self.cycle - 1) * us["plain"] + us["flush"]) / self.cycle
 
-    def candidates(self) -> list:
-        """Every configuration that may be tried."""
-        from replayssm_kernels._configs import Config
+    def tiles(self, sizes: list[tuple], evict: str) -> list:
+        from replayssm_kernels._configs import Tile, _fit
 
         geometry = self.case.geometry
-        rows = self.case.batch * geometry.heads
-        plain = list(tiles(geometry, 128))
-        evict = [dataclasses.replace(tile, evict="evict_first") for tile in plain]
-        found = [Config(tile, flush=plain[0]) for tile in (plain if rows >= 4096 else evict)]
-        found += [Config(plain[0], flush=tile, flush_programs=n) for tile in plain for n in (4, 12)]
-        if rows < 8192:
-            found += [Config(tile) for tile in evict]
-            if self.tokens == 1:
-                found += [Config(tile, fused=True) for tile in evict]
+        found = [_fit(Tile(*size, evict), geometry.head_dim, geometry.state, tuned_for=128) for size in sizes]
+        return list(dict.fromkeys(found))
+
+    def together(self) -> list:
+        """Configurations in which the rows that flush go with the others."""
+        from replayssm_kernels._configs import Config
+
+        small = self.heads < 8192
+        tiles = self.tiles(HOT, "evict_first" if small else "")
+        found = [Config(tile, overlap=overlap) for tile in tiles for overlap in ((True, False) if small else (False,))]
+        if small and self.tokens == 1:
+            found += [Config(tile, fused=True) for tile in tiles]
         return found
+
+    def apart(self) -> list:
+        """Those in which they have a launch of their own, all with one and the same tile there."""
+        from replayssm_kernels._configs import Config
+
+        small = self.heads < 8192
+        flush = self.tiles(FLUSH[:1], "")[0]
+        tiles = self.tiles(HOT, "evict_first" if small else "")
+        return [
+            Config(tile, flush=flush, overlap=overlap)
+            for tile in tiles
+            for overlap in ((True, False) if small else (False,))
+        ]
+
+    def flushes(self, config) -> list:
+        """`config` with every tile for the flush."""
+        return [
+            dataclasses.replace(config, flush=tile, flush_programs=programs)
+            for tile in self.tiles(FLUSH, "")
+            for programs in (4, 12)
+        ]
+
+    @property
+    def heads(self) -> int:
+        return self.case.batch * self.case.geometry.heads
 
     def tune(self, bench: Bench) -> list[tuple]:
         """(configuration, microseconds) of what was tried, best first."""
-        tried = []
-        apart = [config for config in self.candidates() if config.flush is not None]
-        together = [config for config in self.candidates() if config.flush is None]
-        first = apart[0].flush
         measure = self.measure(bench)
-        best = min(
-            (
-                (config, measure(config, "plain"))
-                for config in apart
-                if config.flush == first and config.flush_programs == 8
-            ),
-            key=lambda item: item[1],
-        )[0]
-        for config in {(config.flush, config.flush_programs): config for config in apart}.values():
-            config = dataclasses.replace(best, flush=config.flush, flush_programs=config.flush_programs)
-            tried.append((config, {"flush": measure(config, "flush")}))
-        tried = sorted(tried, key=lambda item: item[1]["flush"])[:3]
-        tried = [(config, {"plain": measure(config, "plain"), **us}) for config, us in tried]
-        tried += [(config, {name: measure(config, name) for name in self.steps()}) for config in together]
+        tried = [(config, {name: measure(config, name) for name in self.steps()}) for config in self.together()]
+        plain = {config: measure(config, "plain") for config in self.apart()}
+        best = min(plain, key=plain.get)
+        tried += [(config, {"plain": plain[best], "flush": measure(config, "flush")}) for config in self.flushes(best)]
         return sorted(tried, key=lambda item: self.cost(item[1]))
 
     def measure(self, bench: Bench):
@@ -149,7 +155,7 @@ def main() -> None:
     unique = {
         (job.case.geometry, job.case.checkpoint, job.tokens, config): (job, config)
         for job in jobs
-        for config in job.candidates()
+        for config in [*job.together(), *job.apart(), *job.flushes(job.apart()[0])]
     }
     with concurrent.futures.ProcessPoolExecutor(
         args.workers,
@@ -173,23 +179,47 @@ def main() -> None:
         print(f"\n{job.case} T={job.tokens}  bound {bound['plain']:.1f} / {bound['flush']:.1f} / {job.cost(bound):.1f}")
         for config, us in found[:5]:
             print(
-                f"  {job.cost(us):8.2f} ({job.cost(bound) / job.cost(us):.3f}) = {us['plain']:8.2f} & {us['flush']:8.2f}"
-                f"  {show(config)}",
+                f"  {job.cost(us):8.2f} ({job.cost(bound) / job.cost(us):.3f})",
+                f"{us['plain']:8.2f} & {us['flush']:8.2f}  {show(config)}",
                 flush=True,
             )
-        results.append({**job.case.row(), "tokens": job.tokens, "bound_us": bound, "found": [
-            {**dataclasses.asdict(config), **us} for config, us in found[:8]]})  # fmt: skip
+        config, us = found[0]
+        results.append(
+            {
+                "device": torch.cuda.get_device_name(),
+                "tokens": job.tokens,
+                "state_bytes": benchmark.SIZE[job.case.checkpoint],
+                "heads": job.heads,
+                "head_dim": job.case.geometry.head_dim,
+                "state": job.case.geometry.state,
+                "us": {name: round(value, 2) for name, value in us.items()},
+                "config": fields(config),
+            }
+        )
         if args.json:
             with open(args.json, "w") as file:
-                json.dump({"device": torch.cuda.get_device_name(), "results": results}, file)
+                file.write("[\n" + ",\n".join(json.dumps(result) for result in results) + "\n]\n")
     print(f"{time.time() - began:.0f} s")
+
+
+def fields(config) -> dict:
+    """What differs from the defaults."""
+    default = type(config)(config.tile)
+    values = {
+        field.name: getattr(config, field.name)
+        for field in dataclasses.fields(config)
+        if field.name == "tile" or getattr(config, field.name) != getattr(default, field.name)
+    }
+    return {name: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for name, v in values.items()}
 
 
 def show(config) -> str:
     tile = lambda t: f"{t.block_p}x{t.columns} w{t.warps}{' ' + t.evict if t.evict else ''}"  # noqa: E731
     if config.flush is None:
-        return f"{tile(config.tile)}{' fused' if config.fused else ''}"
-    return f"{tile(config.tile)}, flush {tile(config.flush)} n{config.flush_programs}"
+        how = "fused" if config.fused else "overlap" if config.overlap else ""
+        return f"{tile(config.tile)} {how}"
+    how = "overlap, " if config.overlap else ""
+    return f"{tile(config.tile)} {how}flush {tile(config.flush)} n{config.flush_programs}"
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ INTERPRETED = tl.constexpr(interpreted())
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)) in float32, accurate for very negative x too; x itself above 20, as `torch.nn.functional` has it."""
+    """log(1 + exp(x)) in float32, accurate for very negative x too; above 20 it is x, as in `torch.nn.functional`."""
     e = tl.exp(tl.minimum(x, 20.0))
     # log1p(e) = 2 artanh(s) with s = e / (2 + e). The series is exact to rounding up to s = 0.2; a logarithm of 1 + e
     # would lose the digits of a small e.
@@ -36,9 +36,9 @@ def final_dt(dt, bias, low, high):
     return tl.where(dt > high, high, dt)
 
 
-# Matrix units multiply 16-bit numbers exactly and add in float32. A float32 operand therefore goes through them as a sum
-# of bfloat16 terms (8 bits each, so three hold all 24), which keeps float32 accuracy at a few products; tf32, with its
-# 10 bits, would not do for a state. float16 (11 bits) is two such terms.
+# Matrix units multiply 16-bit numbers exactly and add in float32. A float32 operand therefore goes through them as a
+# sum of bfloat16 terms (8 bits each, so three hold all 24), which keeps float32 accuracy at a few products; tf32, with
+# its 10 bits, would not do for a state. float16 (11 bits) is two such terms.
 
 
 @triton.jit

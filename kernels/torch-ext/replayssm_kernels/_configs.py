@@ -1,11 +1,17 @@
 """
 How kernels are launched: rows of the state in a tile, warps, one launch or several. Chosen by shape and device from a
-small table that `scripts/tune_kernels.py` makes (folder configs/), with a sound default where it has no entry.
+small table that `scripts/tune_kernels.py` makes (configs.json), with a sound default where the table does not know the
+device. Nothing is tuned while a model runs; to use a table of one's own, name it in REPLAYSSM_KERNEL_CONFIGS.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+import json
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -27,38 +33,80 @@ class Config:
     tile: Tile
     fused: bool = False  # one token: all in one launch (rows that flush too)
     flush: Tile | None = None  # rows that flush are left to a launch of their own; None: they go with the others
-    flush_programs: int = 8  # of that launch, for each multiprocessor
+    flush_programs: int = 4  # of that launch, for each multiprocessor
+    overlap: bool = True  # of the append kernel with the next one, where the device can
     block_j: int = 64  # slots at a time; where it spans the buffer, a flush needs no second look at it
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
-    overlap: bool = True  # of consecutive launches, where the device can
 
 
 OVERRIDE: Config | None = None  # for tuning
 
 
-def choose(checkpoint: torch.Tensor, x_buffer: torch.Tensor, B_buffer: torch.Tensor, tokens: int) -> Config:
-    """
-    The configuration for a call. `tokens` 0 asks for that of a flush alone. (The device is that of the checkpoint; the
-    buffers' dtype matters too.)
-    """
+def choose(checkpoint: torch.Tensor, tokens: int) -> Config:
+    """The configuration of a call with `tokens` new tokens (0: a flush alone)."""
     if OVERRIDE is not None:
         return OVERRIDE
     batch, heads, head_dim, state = checkpoint.shape
-    return default(batch * heads, head_dim, state, checkpoint.element_size(), tokens)
+    return _choose(_device_name(checkpoint.device), batch * heads, head_dim, state, checkpoint.element_size(), tokens)
 
 
-def default(rows: int, head_dim: int, state: int, state_bytes: int, tokens: int) -> Config:
-    """
-    Without an entry in the table. About 4096 elements of the state in a tile and 128 a thread keep enough loads under
-    way; small batches are short of programs and of everything but latency.
-    """
-    block_n = max(next_power_of_2(state), 16)
-    block_p = max(16, min(next_power_of_2(head_dim), 4096 // block_n, 64))
+@functools.cache
+def _choose(device: str, heads: int, head_dim: int, state: int, state_bytes: int, tokens: int) -> Config:
+    """`heads`: of the whole batch, which is what the work is proportional to."""
+    work = heads * head_dim * state
+    entries = [
+        entry
+        for entry in _table()
+        if entry["device"] == device and entry["state_bytes"] == state_bytes and (entry["tokens"] > 1) == (tokens > 1)
+    ]
+    if not entries:
+        return _default(heads, head_dim, state)
+    nearest = min(
+        entries, key=lambda entry: abs(math.log(work / (entry["heads"] * entry["head_dim"] * entry["state"])))
+    )
+    config = nearest["config"]
+    fit = functools.partial(_fit, head_dim=head_dim, state=state, tuned_for=nearest["state"])
+    return replace(config, tile=fit(config.tile), flush=None if config.flush is None else fit(config.flush))
+
+
+def _fit(tile: Tile, head_dim: int, state: int, tuned_for: int) -> Tile:
+    """The tile for another head_dim and state: as many elements, and no row beyond the head's where that can be."""
+    block_p = max(16, tile.block_p * tuned_for // max(next_power_of_2(state), 16))
+    block_p = min(block_p, max(next_power_of_2(head_dim), 16))
     while block_p > 16 and head_dim % block_p:
         block_p //= 2
-    warps = max(1, min(4, block_p * block_n // 4096))
-    tile = Tile(block_p, warps, 64, "evict_first" if rows < 4096 else "")
-    if rows < 4096:
-        return Config(tile, fused=rows < 512)
-    return Config(tile, flush=Tile(block_p, warps, 64))
+    elements = block_p * next_power_of_2(state)
+    warps = tile.warps
+    while warps > 1 and elements < 16 * 32 * warps:
+        warps //= 2
+    while warps < 8 and elements > 128 * 32 * warps:
+        warps *= 2
+    return replace(tile, block_p=block_p, warps=warps)
+
+
+def _default(heads: int, head_dim: int, state: int) -> Config:
+    """
+    For a device that was not tuned for: 4096 elements of the state a warp keep enough loads under way. A small batch
+    has latency to save, hence one launch; rows that flush go with the others, which never costs a launch more.
+    """
+    tile = _fit(Tile(32, 1, 64), head_dim, state, tuned_for=128)
+    return Config(tile, fused=heads < 512)
+
+
+@functools.cache
+def _table() -> list[dict]:
+    path = os.environ.get("REPLAYSSM_KERNEL_CONFIGS") or Path(__file__).with_name("configs.json")
+    return [
+        {**entry, "config": _config_of(entry["config"])} for entry in json.loads(Path(path).read_text(encoding="utf-8"))
+    ]
+
+
+def _config_of(fields: dict) -> Config:
+    tiles = {name: None if fields.get(name) is None else Tile(**fields[name]) for name in ("tile", "flush")}
+    return Config(**{**fields, **tiles})
+
+
+@functools.cache
+def _device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.get_device_module(device).get_device_name(device)

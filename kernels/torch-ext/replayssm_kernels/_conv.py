@@ -11,6 +11,9 @@ from ._launch import check, check_owned, check_positions, next_power_of_2, on_de
 from ._operators import define
 
 
+PIECE = 32  # tokens of a window that are handled at a time
+
+
 @triton.jit
 def convolve(
     new_ptr,  # raw inputs of this row, (T, channels): `new_stride` apart, channels contiguous
@@ -20,6 +23,7 @@ def convolve(
     bias_ptr,  # (CHANNELS,), or anything where HAS_BIAS is false
     seen,
     count,
+    t,  # (BLOCK_T,): which of the new tokens; consecutive
     channel,  # (BLOCK_C,)
     channel_ok,
     CHANNELS: tl.constexpr,
@@ -34,7 +38,6 @@ def convolve(
     (BLOCK_T, BLOCK_C) float32: activation(bias + sum_k weight_k input_{t - K + 1 + k}) for the tokens t < count; zero
     inputs stand before the sequence's start and behind `count`, so the tile is finite everywhere.
     """
-    t = tl.arange(0, BLOCK_T)
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for k in tl.static_range(K):
         i = t + (k - (K - 1))  # counted from the first new token
@@ -69,15 +72,14 @@ def record(
     ring_ptr,
     seen,
     count,
+    t,
     channel,
     channel_ok,
     CHANNELS: tl.constexpr,
     RING: tl.constexpr,
     OVERLAP: tl.constexpr,  # whether new tokens may take the slots of history that `convolve` has just read
-    BLOCK_T: tl.constexpr,
 ):
     """Takes the raw inputs up into the ring (the newest RING of them). To be called after `convolve`."""
-    t = tl.arange(0, BLOCK_T)
     keep = ((t < count) & (t >= count - RING))[:, None] & channel_ok[None, :]
     raw = tl.load(new_ptr + t[:, None] * new_stride + channel[None, :], mask=keep, other=0.0)
     if OVERLAP:
@@ -86,7 +88,7 @@ def record(
     tl.store(ring_ptr + slot[:, None] * CHANNELS + channel[None, :], raw.to(ring_ptr.dtype.element_ty), mask=keep)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["batch", "T", "t0"])
 def _causal_conv_kernel(
     positions_ptr,
     new_ptr,  # (batch, T, CHANNELS)
@@ -97,7 +99,8 @@ def _causal_conv_kernel(
     batch,
     stride_b,
     stride_t,
-    T: tl.constexpr,
+    T,
+    t0,  # the first new token of this launch
     CHANNELS: tl.constexpr,
     RING: tl.constexpr,
     K: tl.constexpr,
@@ -114,10 +117,10 @@ def _causal_conv_kernel(
     ok = channel < CHANNELS
     row_ptr = new_ptr + b * stride_b
     row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
-    out = convolve(row_ptr, stride_t, row_ring_ptr, weight_ptr, bias_ptr, seen, count, channel, ok,
+    t = t0 + tl.arange(0, BLOCK_T)
+    out = convolve(row_ptr, stride_t, row_ring_ptr, weight_ptr, bias_ptr, seen, count, t, channel, ok,
                    CHANNELS, RING, K, HAS_BIAS, SILU, BLOCK_T, BLOCK_C)  # fmt: skip
-    record(row_ptr, stride_t, row_ring_ptr, seen, count, channel, ok, CHANNELS, RING, OVERLAP, BLOCK_T)
-    t = tl.arange(0, BLOCK_T)
+    record(row_ptr, stride_t, row_ring_ptr, seen, count, t, channel, ok, CHANNELS, RING, OVERLAP)
     tl.store(
         out_ptr + b * (T * CHANNELS) + t[:, None] * CHANNELS + channel[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -185,15 +188,16 @@ def _conv(
         return out
     inputs = rows_contiguous(inputs)
     kernel, ring = weight.shape[1], conv_inputs.shape[1]
-    block_t = next_power_of_2(tokens)
+    block_t = min(next_power_of_2(tokens), PIECE)
     block_c = max(16, min(1024 // block_t, 256, next_power_of_2(channels)))
     with on_device_of(inputs):
-        _causal_conv_kernel[(triton.cdiv(channels, block_c), batch)](
-            positions, inputs, conv_inputs, weight.contiguous(), positions if bias is None else bias, out, batch,
-            inputs.stride(0), inputs.stride(1), T=tokens, CHANNELS=channels, RING=ring, K=kernel,
-            HAS_BIAS=bias is not None, SILU=silu, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t,
-            BLOCK_C=block_c, num_warps=max(1, min(4, block_t * block_c // 256)),
-        )  # fmt: skip
+        for t0 in range(0, tokens, block_t):  # one after the other: later pieces may take slots that earlier ones read
+            _causal_conv_kernel[(triton.cdiv(channels, block_c), batch)](
+                positions, inputs, conv_inputs, weight.contiguous(), positions if bias is None else bias, out, batch,
+                inputs.stride(0), inputs.stride(1), tokens, t0, CHANNELS=channels, RING=ring, K=kernel,
+                HAS_BIAS=bias is not None, SILU=silu, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t,
+                BLOCK_C=block_c, num_warps=max(1, min(4, block_t * block_c // 256)),
+            )  # fmt: skip
     return out
 
 

@@ -13,8 +13,9 @@ Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, on
 all of it: a launch saved is worth more there than work done once for a group.
 
 Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
-float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all groups.
-Differences pre_t - pre_j are summed from the newest token backwards: no cancellation, and A times them is never above 0.
+float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
+groups. Differences pre_t - pre_j are summed from the newest token backwards: no cancellation, and A times them is never
+above 0.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
 
 
-# Which rows a launch serves. A kernel that can flush needs so many registers that fewer programs fit on a multiprocessor,
-# also in the steps that do not flush; for a large batch it is a launch of its own.
+# Which rows a launch serves. A kernel that can flush needs so many registers that fewer programs fit on a
+# multiprocessor, also in the steps that do not flush; for a large batch it may be a launch of its own.
 KEEPING = tl.constexpr(0)  # those that do not flush; the others are left to
 FLUSHING = tl.constexpr(1)  # another launch
 ALL = tl.constexpr(2)
 NEVER_FLUSH = tl.constexpr(3)  # all, and what is to be folded is left to another kernel
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "T", "t0"])
 def _append_kernel(
     positions_ptr,  # (5, batch)
     x_ptr,  # CONV: raw inputs (batch, T, channels); else x (batch, T, head, P)
@@ -58,7 +59,8 @@ def _append_kernel(
     b_stride_b, b_stride_t, b_stride_g,
     c_stride_b, c_stride_t, c_stride_g,
     dt_stride_b, dt_stride_t, dt_stride_h,
-    T: tl.constexpr,
+    T,
+    t0,  # the first new token of this launch
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -76,15 +78,15 @@ def _append_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    STARTS: tl.constexpr,
 ):  # fmt: skip
-    if OVERLAPS:
+    if STARTS:
         may_start_next()
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     first, held, count, _ = row_positions(positions_ptr, b, batch, SLOTS)
-    t = tl.arange(0, BLOCK_T)
+    t = t0 + tl.arange(0, BLOCK_T)
     real = t < count
     slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
     CHANNELS: tl.constexpr = H * P + 2 * G * N
@@ -98,9 +100,9 @@ def _append_kernel(
         h = channel // P
         p = channel % P
         if CONV:
-            x = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, channel, ok,
+            x = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, channel, ok,
                          CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_C)  # fmt: skip
-            record(new_ptr, x_stride_t, row_ring_ptr, seen, count, channel, ok, CHANNELS, RING, OVERLAP, BLOCK_T)
+            record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, channel, ok, CHANNELS, RING, OVERLAP)
         else:
             x = tl.load(
                 new_ptr + t[:, None] * x_stride_t + (h * x_stride_h + p)[None, :],
@@ -123,14 +125,14 @@ def _append_kernel(
         dtype = x_ptr.dtype.element_ty
         b_channel = H * P + g * N + n
         c_channel = b_channel + G * N
-        B = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, b_channel, n_ok,
+        B = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, b_channel, n_ok,
                      CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_N).to(dtype)  # fmt: skip
-        C = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, c_channel, n_ok,
+        C = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, c_channel, n_ok,
                      CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_N).to(dtype)  # fmt: skip
         B = tl.where(n_ok[None, :], B, 0.0)
         C = tl.where(n_ok[None, :], C, 0.0)
-        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, b_channel, n_ok, CHANNELS, RING, OVERLAP, BLOCK_T)
-        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, c_channel, n_ok, CHANNELS, RING, OVERLAP, BLOCK_T)
+        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, b_channel, n_ok, CHANNELS, RING, OVERLAP)
+        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, c_channel, n_ok, CHANNELS, RING, OVERLAP)
         tl.store(
             c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
             C,
@@ -158,15 +160,16 @@ def _append_kernel(
 
     row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS)
     j = tl.arange(0, BLOCK_J)
-    for j0 in range(0, held, BLOCK_J):
+    before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
+    for j0 in range(0, before, BLOCK_J):
         place = j0 + j
-        past_slot = ring_slot(first, tl.where(place < held, place, 0), SLOTS)
+        past_slot = ring_slot(first, tl.where(place < before, place, 0), SLOTS)
         past = tl.load(
             row_b_buffer_ptr + past_slot[:, None] * N + n[None, :],
-            mask=(place < held)[:, None] & n_ok[None, :],
+            mask=(place < before)[:, None] & n_ok[None, :],
             other=0.0,
         )
-        scores_ok = (t < T)[:, None] & (place < held)[None, :]
+        scores_ok = (t < T)[:, None] & (place < before)[None, :]
         tl.store(row_scores_ptr + t[:, None] * SLOTS + place[None, :], _scores(C, past, BLOCK_T), mask=scores_ok)
     # The new tokens among themselves; B is at hand. (Of those behind t nothing is read.)
     place = held + t
@@ -231,15 +234,20 @@ def _step_kernel(
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    STARTS: tl.constexpr,  # the next launch early
     ROWS: tl.constexpr,
 ):  # fmt: skip
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     if ROWS == FLUSHING:
-        # A few programs look through all tiles: where no row flushes, nothing is to be done and this must not take long.
-        if OVERLAPS:
+        # Where no row flushes there is nothing to do, and this must not take long: few programs, one look at all rows.
+        most = 0
+        for b0 in range(0, batch, 256):
+            b = b0 + tl.arange(0, 256)
+            most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + b, mask=b < batch, other=0), axis=0))
+        if WAITS:
             wait_for_previous()
-        for tile in range(tl.program_id(0), batch * H * P_BLOCKS, tl.num_programs(0)):
+        for tile in range(tl.program_id(0), tl.where(most > 0, batch * H * P_BLOCKS, 0), tl.num_programs(0)):
             first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
             if fold > 0:
                 _step_tile(
@@ -248,15 +256,15 @@ def _step_kernel(
                     a_ptr, d_ptr, y_ptr, x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr,
                     conv_bias_ptr, batch, x_stride_b, x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g,
                     dt_stride_b, dt_stride_h, H, G, P, N, SLOTS, HAS_D, FUSED, CONV, RING, K, HAS_CONV_BIAS, SILU,
-                    HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, FLUSH=True
+                    HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True
                 )  # fmt: skip
     else:
-        if OVERLAPS:
+        if STARTS:
             may_start_next()
         tile = tl.program_id(0)
         first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
         if ROWS == KEEPING and fold > 0:
-            if OVERLAPS:
+            if WAITS:
                 wait_for_previous()  # what comes next counts on it
         else:
             _step_tile(
@@ -265,7 +273,7 @@ def _step_kernel(
                 d_ptr, y_ptr, x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr,
                 conv_bias_ptr, batch, x_stride_b, x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g,
                 dt_stride_b, dt_stride_h, H, G, P, N, SLOTS, HAS_D, FUSED, CONV, RING, K, HAS_CONV_BIAS, SILU,
-                HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, OVERLAPS, FLUSH=ROWS == ALL
+                HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, ROWS == ALL
             )  # fmt: skip
 
 
@@ -278,8 +286,7 @@ def _step_tile(
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, HAS_D: tl.constexpr,
     FUSED: tl.constexpr, CONV: tl.constexpr, RING: tl.constexpr, K: tl.constexpr, HAS_CONV_BIAS: tl.constexpr,
     SILU: tl.constexpr, HAS_DT_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr,
-    COLUMNS: tl.constexpr, EVICT: tl.constexpr, OVERLAPS: tl.constexpr,
-    FLUSH: tl.constexpr,
+    COLUMNS: tl.constexpr, EVICT: tl.constexpr, WAITS: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -305,7 +312,7 @@ def _step_tile(
                 eviction_policy=EVICT,
             ),
         )
-    if OVERLAPS:
+    if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
@@ -330,13 +337,14 @@ def _step_tile(
         new_ptr = x_ptr + b * x_stride_b
         seen = tl.load(positions_ptr + b)
         dtype = x_buffer_ptr.dtype.element_ty
+        t = tl.arange(0, 1)
         if CONV:
             x_new = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, h * P + p, p_ok,
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, h * P + p, p_ok,
                 CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_P,
             ).to(dtype), (BLOCK_P,))  # fmt: skip
             # The slots that others read are those of the K - 1 tokens before: RING >= K keeps this one apart.
-            record(new_ptr, 0, row_ring_ptr, seen, count, h * P + p, p_ok, CHANNELS, RING, False, 1)
+            record(new_ptr, 0, row_ring_ptr, seen, count, t, h * P + p, p_ok, CHANNELS, RING, False)
         else:
             x_new = tl.load(new_ptr + h * x_stride_h + p, mask=new_p_ok, other=0.0).to(dtype)
         tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x_new, mask=new_p_ok)
@@ -351,15 +359,15 @@ def _step_tile(
                 b_channel = H * P + g * N + n
                 c_channel = b_channel + G * N
                 B_part = tl.reshape(convolve(
-                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, b_channel, n < N,
+                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, b_channel, n < N,
                     CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
                 ).to(dtype), (COLUMNS,))  # fmt: skip
                 C_part = tl.reshape(convolve(
-                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, c_channel, n < N,
+                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, c_channel, n < N,
                     CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
                 ).to(dtype), (COLUMNS,))  # fmt: skip
-                record(new_ptr, 0, row_ring_ptr, seen, count, b_channel, n < N_if_leader, CHANNELS, RING, False, 1)
-                record(new_ptr, 0, row_ring_ptr, seen, count, c_channel, n < N_if_leader, CHANNELS, RING, False, 1)
+                record(new_ptr, 0, row_ring_ptr, seen, count, t, b_channel, n < N_if_leader, CHANNELS, RING, False)
+                record(new_ptr, 0, row_ring_ptr, seen, count, t, c_channel, n < N_if_leader, CHANNELS, RING, False)
             else:
                 B_part = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=n < N_if_new, other=0.0).to(dtype)
                 C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N_if_new, other=0.0)
@@ -415,12 +423,12 @@ def _step_tile(
     if FLUSH:
         if fold > 0:
             if FUSED:
-                _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held), first, A,
-                  p, x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P, BLOCK_J,
-                  COLUMNS)  # fmt: skip
+                _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held),
+                      first, A, p, x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P,
+                      BLOCK_J, COLUMNS)  # fmt: skip
             else:
                 _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
-                  p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+                      p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -447,8 +455,8 @@ def _output_block(
     BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """
-    What the tokens at some places of the buffer add to the output of the token at hand: (BLOCK_P,), when `after_all` has
-    passed since the newest of them. Also `after_all` with their own time, and their x and dt.
+    What the tokens at some places of the buffer add to the output of the token at hand: (BLOCK_P,), when `after_all`
+    has passed since the newest of them. Also `after_all` with their own time, and their x and dt.
     """
     slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
     used = place < end
@@ -543,7 +551,7 @@ def _weighted_inputs(place, count, x, dt, A, after_all):
     return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "T"])
 def _window_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -557,7 +565,7 @@ def _window_kernel(
     y_ptr,  # (batch, T, head, P)
     batch,
     c_stride_b, c_stride_t, c_stride_g,
-    T: tl.constexpr,
+    T,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -569,37 +577,42 @@ def _window_kernel(
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
-    OVERLAPS: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    STARTS: tl.constexpr,  # the next launch early
     ROWS: tl.constexpr,
 ):  # fmt: skip
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     if ROWS == FLUSHING:
-        # A few programs look through all tiles: where no row flushes, nothing is to be done and this must not take long.
-        if OVERLAPS:
+        # Where no row flushes there is nothing to do, and this must not take long: few programs, one look at all rows.
+        most = 0
+        for b0 in range(0, batch, 256):
+            b = b0 + tl.arange(0, 256)
+            most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + b, mask=b < batch, other=0), axis=0))
+        if WAITS:
             wait_for_previous()
-        for tile in range(tl.program_id(0), batch * H * P_BLOCKS, tl.num_programs(0)):
+        for tile in range(tl.program_id(0), tl.where(most > 0, batch * H * P_BLOCKS, 0), tl.num_programs(0)):
             first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
             if fold > 0:
                 _window_tile(
                     tile, tl.program_id(1), first, held, count, fold,
                     positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr,
                     a_ptr, d_ptr, y_ptr, batch, c_stride_b, c_stride_t, c_stride_g, T, H, G, P, N, SLOTS, HAS_D,
-                    BLOCK_T, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, FLUSH=True
+                    BLOCK_T, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True
                 )  # fmt: skip
     else:
-        if OVERLAPS:
+        if STARTS:
             may_start_next()
         tile = tl.program_id(0)
         first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
         if ROWS == KEEPING and fold > 0:
-            if OVERLAPS:
+            if WAITS:
                 wait_for_previous()  # what comes next counts on it
         else:
             _window_tile(
                 tile, tl.program_id(1), first, held, count, fold,
                 positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr,
                 d_ptr, y_ptr, batch, c_stride_b, c_stride_t, c_stride_g, T, H, G, P, N, SLOTS, HAS_D, BLOCK_T,
-                BLOCK_P, BLOCK_J, COLUMNS, EVICT, OVERLAPS, FLUSH=ROWS == ALL
+                BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, ROWS == ALL
             )  # fmt: skip
 
 
@@ -608,10 +621,10 @@ def _window_tile(
     tile, piece, first, held, count, fold,
     positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr, d_ptr, y_ptr,
     batch, c_stride_b, c_stride_t, c_stride_g,
-    T: tl.constexpr, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    T,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
     HAS_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
-    EVICT: tl.constexpr, OVERLAPS: tl.constexpr,
-    FLUSH: tl.constexpr,
+    EVICT: tl.constexpr, WAITS: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
     """A piece of a window, one tile: BLOCK_P rows of the state of one head."""
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -637,7 +650,7 @@ def _window_tile(
                 eviction_policy=EVICT,
             ),
         )
-    if OVERLAPS:
+    if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]

@@ -1,7 +1,7 @@
 """
-Overlap of two launches, where the device can do it (NVIDIA, from compute capability 9.0): the second kernel starts while
-the first is still running, loads what the first does not write, and then waits for it. A launch's latency is saved.
-Everywhere else `can_overlap` is False, nothing of this is compiled, and the launches follow each other as usual.
+Overlap of two launches, where the device can do it (NVIDIA, from compute capability 9.0): the second kernel starts
+while the first is still running, loads what the first does not write, and then waits for it. A launch's latency is
+saved. Everywhere else `can_overlap` is False, nothing of this is compiled, and launches follow each other as usual.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import torch
 import triton
 
 from . import _configs
-from ._conv import check_conv
+from ._conv import PIECE, check_conv
 from ._launch import (
     check,
     check_owned,
@@ -38,9 +38,6 @@ from ._mamba2_kernels import (
 )
 from ._operators import define
 from ._overlap import can_overlap
-
-
-PIECE = 32  # tokens of a window that one pass over the state serves
 
 
 def mamba2_step(
@@ -122,8 +119,8 @@ def mamba2_decode(
 
     Args:
         xBC (b, t, c): raw, channels in the order x of all heads, B of all groups, C of all groups.
-        conv_inputs (b, r, c): ring of the raw inputs of earlier tokens, indexed by a token's number modulo r; contiguous
-            and written. It needs r >= K slots.
+        conv_inputs (b, r, c): ring of the raw inputs of earlier tokens, indexed by a token's number modulo r;
+            contiguous and written. It needs r >= K slots.
         conv_weight (c, K), conv_bias (c,) or None. activation: "silu" (or "swish"), or None.
         The others as for [`mamba2_step`].
 
@@ -265,7 +262,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         return
     batch, tokens, heads, head_dim = y.shape
     groups, slots, state = B_buffer.shape[1:]
-    config = _configs.choose(checkpoint, x_buffer, B_buffer, tokens)
+    config = _configs.choose(checkpoint, tokens)
     fused = tokens == 1 and (config.fused if fused is None else fused)
     block_n = max(next_power_of_2(state), 16)
     overlaps = config.overlap and can_overlap(checkpoint.device)
@@ -298,21 +295,23 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     with on_device_of(checkpoint):
         scores = unused
         if not fused:
-            block_t = 1 if tokens == 1 else max(next_power_of_2(tokens), 16)
+            block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 16), PIECE)
             scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
             if conv:
                 C = x.new_empty((batch, tokens, groups, state))
             block_c = config.append_block
-            _append_kernel[(groups + triton.cdiv(heads * head_dim, block_c), batch)](
-                positions_ptr=positions, c_ptr=C, scores_ptr=scores, batch=batch, **new, **buffers,
-                x_stride_b=x_strides[0], x_stride_t=x_strides[1], x_stride_h=x_strides[2],
-                b_stride_b=b_strides[0], b_stride_t=b_strides[1], b_stride_g=b_strides[2],
-                c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
-                dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
-                T=tokens, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16, BLOCK_C=block_c,
-                BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n, OVERLAPS=overlaps, **sizes,
-                **variant, num_warps=config.append_warps,
-            )  # fmt: skip
+            for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
+                _append_kernel[(groups + triton.cdiv(heads * head_dim, block_c), batch)](
+                    positions_ptr=positions, c_ptr=C, scores_ptr=scores, batch=batch, **new, **buffers,
+                    x_stride_b=x_strides[0], x_stride_t=x_strides[1], x_stride_h=x_strides[2],
+                    b_stride_b=b_strides[0], b_stride_t=b_strides[1], b_stride_g=b_strides[2],
+                    c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
+                    dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
+                    T=tokens, t0=t0, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16,
+                    BLOCK_C=block_c, BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n,
+                    STARTS=overlaps, **sizes, **variant,
+                    num_warps=config.append_warps if tokens == 1 else 4,
+                )  # fmt: skip
         c_strides = (0, 0, 0) if C is None else C.stride()[:3]
         C = unused if C is None else C
         pointers = (positions, checkpoint, *buffers.values(), scores, C, A, unused if D is None else D, y)
@@ -327,7 +326,6 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             for tile, grid, options in launches:
                 _step_kernel[grid](*pointers, **step, **tile, **options)
             return
-        block_t = min(block_t, PIECE)
         pieces = triton.cdiv(tokens, block_t)
         window = {"T": tokens, "HAS_D": D is not None, "BLOCK_T": block_t, **sizes}
         for tile, grid, options in launches if pieces == 1 else launches[:1]:
@@ -340,25 +338,29 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
 
 def _tile_launches(batch, heads, head_dim, slots, state, config, fused, device):
     """(constants, grid, launch options) of the one or two launches of a kernel that goes over the state in tiles."""
-    block_n = max(next_power_of_2(state), 16)
-    overlaps = config.overlap and not fused and can_overlap(device)
+    can = can_overlap(device)
 
-    def launch(tile: _configs.Tile, rows, programs: int | None = None):
+    def launch(tile: _configs.Tile, rows, waits: bool, starts: bool, programs: int | None = None):
         tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
         constants = {
             "BLOCK_P": tile.block_p,
             "BLOCK_J": min(max(next_power_of_2(slots), 16), config.block_j),
-            "COLUMNS": min(block_n, tile.columns),
+            "COLUMNS": min(max(next_power_of_2(state), 16), tile.columns),
             "EVICT": tile.evict,
-            "OVERLAPS": overlaps,
+            "WAITS": waits,
+            "STARTS": starts,
             "ROWS": rows,
         }
-        return constants, (tiles if programs is None else min(tiles, programs),), _options(tile, overlaps)
+        return constants, (tiles if programs is None else min(tiles, programs),), _options(tile, waits)
 
+    waits = can and config.overlap and not fused
     if fused or config.flush is None:
-        return [launch(config.tile, ALL)]
+        return [launch(config.tile, ALL, waits, False)]
     flush_programs = config.flush_programs * multiprocessors(device)
-    return [launch(config.tile, KEEPING), launch(config.flush, FLUSHING, flush_programs)]
+    return [
+        launch(config.tile, KEEPING, waits, can),
+        launch(config.flush, FLUSHING, can, False, flush_programs),
+    ]
 
 
 def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
@@ -371,13 +373,13 @@ def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inp
     groups, slots = B_buffer.shape[1:3]
     if checkpoint.numel() == 0:
         return
-    tile = _configs.choose(checkpoint, x_buffer, B_buffer, 0).tile
+    tile = _configs.choose(checkpoint, 0).tile
     with on_device_of(checkpoint):
         _fold_kernel[(batch * heads * triton.cdiv(head_dim, tile.block_p),)](
             positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
             H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=tile.block_p,
-            BLOCK_J=min(max(next_power_of_2(slots), 16), 64), COLUMNS=min(max(next_power_of_2(state), 16), tile.columns),
-            **_options(tile),
+            BLOCK_J=min(max(next_power_of_2(slots), 16), 64),
+            COLUMNS=min(max(next_power_of_2(state), 16), tile.columns), **_options(tile),
         )  # fmt: skip
 
 
