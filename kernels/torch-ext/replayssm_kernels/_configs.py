@@ -32,14 +32,14 @@ class Tile:
 class Config:
     tile: Tile
     fused: bool = False  # one token: all in one launch (rows that flush too)
-    flush: Tile | None = None  # rows that flush are left to a launch of their own; None: they go with the others
-    flush_programs: int = 4  # of that launch, for each multiprocessor
+    flush: Tile | None = None  # flushes are left to a launch of their own; None: they go with the step
+    flush_programs: int = 8  # of that launch, for each multiprocessor
     overlap: bool = True  # of the append kernel with the next one, where the device can
-    block_j: int = 64  # slots at a time; where it spans the buffer, a flush needs no second look at it
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
 
 
+MOST_SLOTS = 64  # of the buffer at a time; where that spans it, a flush needs no second look at it
 OVERRIDE: Config | None = None  # for tuning
 
 

@@ -15,6 +15,25 @@ PIECE = 32  # tokens of a window that are handled at a time
 
 
 @triton.jit
+def _taps(weight_ptr, channel, channel_ok, K: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The K taps of each channel as a tuple of (BLOCK_C,)."""
+    if K <= 4:
+        # A channel's taps lie next to each other: one load for all of them, then they are taken apart.
+        k = tl.arange(0, 4)
+        taps = tl.load(
+            weight_ptr + channel[:, None] * K + k[None, :], mask=channel_ok[:, None] & (k < K)[None, :], other=0.0
+        )
+        even, odd = tl.split(tl.reshape(taps, (BLOCK_C, 2, 2)))
+        zeroth, second = tl.split(even)
+        first, third = tl.split(odd)
+        return (zeroth, first, second, third)
+    taps = ()
+    for k in tl.static_range(K):
+        taps = taps + (tl.load(weight_ptr + channel * K + k, mask=channel_ok, other=0.0),)
+    return taps
+
+
+@triton.jit
 def convolve(
     new_ptr,  # raw inputs of this row, (T, channels): `new_stride` apart, channels contiguous
     new_stride,
@@ -38,6 +57,7 @@ def convolve(
     (BLOCK_T, BLOCK_C) float32: activation(bias + sum_k weight_k input_{t - K + 1 + k}) for the tokens t < count; zero
     inputs stand before the sequence's start and behind `count`, so the tile is finite everywhere.
     """
+    taps = _taps(weight_ptr, channel, channel_ok, K, BLOCK_C)
     acc = tl.zeros((BLOCK_T, BLOCK_C), tl.float32)
     for k in tl.static_range(K):
         i = t + (k - (K - 1))  # counted from the first new token
@@ -57,7 +77,7 @@ def convolve(
                 mask=((i >= 0) & (i < count))[:, None] & channel_ok[None, :],
                 other=0.0,
             ).to(tl.float32)
-        acc += taken * tl.load(weight_ptr + channel * K + k, mask=channel_ok, other=0.0).to(tl.float32)[None, :]
+        acc += taken * taps[k].to(tl.float32)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias_ptr + channel, mask=channel_ok, other=0.0).to(tl.float32)[None, :]
     if SILU:

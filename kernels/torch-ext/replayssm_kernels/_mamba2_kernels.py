@@ -10,7 +10,9 @@ The output never needs a state but S0, so a call reads the state once and writes
 
 Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, once for each group of heads) and
 `_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_step_kernel` with FUSED does
-all of it: a launch saved is worth more there than work done once for a group.
+all of it: a launch saved is worth more there than work done once for a group. A kernel that can flush needs so many
+registers that fewer programs fit on a multiprocessor, also in the steps that do not flush; where that costs more than
+reading the state once more at a flush, the flush is left to `_fold_kernel` in a launch of its own.
 
 Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
 float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
@@ -27,14 +29,6 @@ from ._arithmetic import dot_16bit, dot_by_state, dot_float32_by_16bit, final_dt
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
-
-
-# Which rows a launch serves. A kernel that can flush needs so many registers that fewer programs fit on a
-# multiprocessor, also in the steps that do not flush; for a large batch it may be a launch of its own.
-KEEPING = tl.constexpr(0)  # those that do not flush; the others are left to
-FLUSHING = tl.constexpr(1)  # another launch
-ALL = tl.constexpr(2)
-NEVER_FLUSH = tl.constexpr(3)  # all, and what is to be folded is left to another kernel
 
 
 @triton.jit(do_not_specialize=["batch", "T", "t0"])
@@ -236,62 +230,15 @@ def _step_kernel(
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    if ROWS == FLUSHING:
-        # Where no row flushes there is nothing to do, and this must not take long: few programs, one look at all rows.
-        most = 0
-        for b0 in range(0, batch, 256):
-            b = b0 + tl.arange(0, 256)
-            most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + b, mask=b < batch, other=0), axis=0))
-        if WAITS:
-            wait_for_previous()
-        for tile in range(tl.program_id(0), tl.where(most > 0, batch * H * P_BLOCKS, 0), tl.num_programs(0)):
-            first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
-            if fold > 0:
-                _step_tile(
-                    tile, first, held, count, fold,
-                    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr,
-                    a_ptr, d_ptr, y_ptr, x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr,
-                    conv_bias_ptr, batch, x_stride_b, x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g,
-                    dt_stride_b, dt_stride_h, H, G, P, N, SLOTS, HAS_D, FUSED, CONV, RING, K, HAS_CONV_BIAS, SILU,
-                    HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True
-                )  # fmt: skip
-    else:
-        if STARTS:
-            may_start_next()
-        tile = tl.program_id(0)
-        first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
-        if ROWS == KEEPING and fold > 0:
-            if WAITS:
-                wait_for_previous()  # what comes next counts on it
-        else:
-            _step_tile(
-                tile, first, held, count, fold,
-                positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr,
-                d_ptr, y_ptr, x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr,
-                conv_bias_ptr, batch, x_stride_b, x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g,
-                dt_stride_b, dt_stride_h, H, G, P, N, SLOTS, HAS_D, FUSED, CONV, RING, K, HAS_CONV_BIAS, SILU,
-                HAS_DT_BIAS, BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, ROWS == ALL
-            )  # fmt: skip
-
-
-@triton.jit
-def _step_tile(
-    tile, first, held, count, fold,
-    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr, d_ptr, y_ptr,
-    x_ptr, b_ptr, dt_ptr, dt_bias_ptr, dt_low, dt_high, ring_ptr, weight_ptr, conv_bias_ptr, batch, x_stride_b,
-    x_stride_h, b_stride_b, b_stride_g, c_stride_b, c_stride_g, dt_stride_b, dt_stride_h,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, HAS_D: tl.constexpr,
-    FUSED: tl.constexpr, CONV: tl.constexpr, RING: tl.constexpr, K: tl.constexpr, HAS_CONV_BIAS: tl.constexpr,
-    SILU: tl.constexpr, HAS_DT_BIAS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr,
-    COLUMNS: tl.constexpr, EVICT: tl.constexpr, WAITS: tl.constexpr, FLUSH: tl.constexpr,
+    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
 ):  # fmt: skip
     """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
+    if STARTS:
+        may_start_next()
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     HEADS_PER_GROUP: tl.constexpr = H // G
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    tile = tl.program_id(0)
     row_head = tile // P_BLOCKS
     b = (row_head // H).to(tl.int64)
     h = row_head % H
@@ -300,6 +247,7 @@ def _step_tile(
     p_ok = p < P
 
     # The state first: what follows goes on while it is under way.
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = ()
     for part in tl.static_range(PARTS):
@@ -579,58 +527,16 @@ def _window_kernel(
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
-    ROWS: tl.constexpr,
-):  # fmt: skip
-    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    if ROWS == FLUSHING:
-        # Where no row flushes there is nothing to do, and this must not take long: few programs, one look at all rows.
-        most = 0
-        for b0 in range(0, batch, 256):
-            b = b0 + tl.arange(0, 256)
-            most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + b, mask=b < batch, other=0), axis=0))
-        if WAITS:
-            wait_for_previous()
-        for tile in range(tl.program_id(0), tl.where(most > 0, batch * H * P_BLOCKS, 0), tl.num_programs(0)):
-            first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
-            if fold > 0:
-                _window_tile(
-                    tile, tl.program_id(1), first, held, count, fold,
-                    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr,
-                    a_ptr, d_ptr, y_ptr, batch, c_stride_b, c_stride_t, c_stride_g, T, H, G, P, N, SLOTS, HAS_D,
-                    BLOCK_T, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True
-                )  # fmt: skip
-    else:
-        if STARTS:
-            may_start_next()
-        tile = tl.program_id(0)
-        first, held, count, fold = row_positions(positions_ptr, tile // (P_BLOCKS * H), batch, SLOTS)
-        if ROWS == KEEPING and fold > 0:
-            if WAITS:
-                wait_for_previous()  # what comes next counts on it
-        else:
-            _window_tile(
-                tile, tl.program_id(1), first, held, count, fold,
-                positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr,
-                d_ptr, y_ptr, batch, c_stride_b, c_stride_t, c_stride_g, T, H, G, P, N, SLOTS, HAS_D, BLOCK_T,
-                BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, ROWS == ALL
-            )  # fmt: skip
-
-
-@triton.jit
-def _window_tile(
-    tile, piece, first, held, count, fold,
-    positions_ptr, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr, c_ptr, a_ptr, d_ptr, y_ptr,
-    batch, c_stride_b, c_stride_t, c_stride_g,
-    T,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    HAS_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
-    EVICT: tl.constexpr, WAITS: tl.constexpr, FLUSH: tl.constexpr,
+    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
 ):  # fmt: skip
     """A piece of a window, one tile: BLOCK_P rows of the state of one head."""
+    if STARTS:
+        may_start_next()
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     HEADS_PER_GROUP: tl.constexpr = H // G
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    t0 = piece * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
+    t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
+    tile = tl.program_id(0)
     row_head = tile // P_BLOCKS
     b = (row_head // H).to(tl.int64)
     h = row_head % H
@@ -638,6 +544,7 @@ def _window_tile(
     p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_ok = p < P
 
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = ()
     for part in tl.static_range(PARTS):
@@ -746,33 +653,46 @@ def _fold_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
+    """
+    The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
+    tiles: this is launched behind every step, and where no row flushes it must not take long.
+    """
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    pid = tl.program_id(0)
-    row_head = pid // P_BLOCKS
-    b = (row_head // H).to(tl.int64)
-    h = row_head % H
-    g = h // (H // G)
-    first = tl.load(positions_ptr + batch + b)  # HELD and COUNT play no part
-    fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
-    if (fold == 0) & INPLACE:
-        return
-    p = (pid % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    p_ok = p < P
-    head = (b * H + h) * (P * N)
-    state = ()
-    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        ok = p_ok[:, None] & (n < N)[None, :]
-        state = state + (tl.load(checkpoint_ptr + head + p[:, None] * N + n[None, :], mask=ok, other=0.0),)
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
-    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
-    j = tl.arange(0, BLOCK_J)
-    x = 0
-    dt = 0
-    if SLOTS <= BLOCK_J:
-        _, x, dt = _buffered(j, fold, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    _fold(
-        state, out_ptr + head, x, dt, j, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr, fold, first,
-        tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
-    )  # fmt: skip
+    most = 0
+    for b0 in range(0, batch, 256):
+        row = b0 + tl.arange(0, 256)
+        most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + row, mask=row < batch, other=0), axis=0))
+    if WAITS:
+        wait_for_previous()
+    tiles = batch * H * P_BLOCKS
+    if INPLACE:
+        tiles = tl.where(most > 0, tiles, 0)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row_head = tile // P_BLOCKS
+        b = (row_head // H).to(tl.int64)
+        fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
+        if (fold > 0) | (not INPLACE):
+            h = row_head % H
+            g = h // (H // G)
+            first = tl.load(positions_ptr + batch + b)
+            p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+            p_ok = p < P
+            head = (b * H + h) * (P * N)
+            state = ()
+            for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+                n = part * COLUMNS + tl.arange(0, COLUMNS)
+                ok = p_ok[:, None] & (n < N)[None, :]
+                state = state + (tl.load(checkpoint_ptr + head + p[:, None] * N + n[None, :], mask=ok, other=0.0),)
+            x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+            dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+            j = tl.arange(0, BLOCK_J)
+            x = 0
+            dt = 0
+            if SLOTS <= BLOCK_J:
+                _, x, dt = _buffered(j, fold, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+            _fold(
+                state, out_ptr + head, x, dt, j, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr, fold,
+                first, tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+            )  # fmt: skip

@@ -26,16 +26,7 @@ from ._launch import (
     on_device_of,
     rows_contiguous,
 )
-from ._mamba2_kernels import (
-    ALL,
-    FLUSHING,
-    KEEPING,
-    NEVER_FLUSH,
-    _append_kernel,
-    _fold_kernel,
-    _step_kernel,
-    _window_kernel,
-)
+from ._mamba2_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
 from ._operators import define
 from ._overlap import can_overlap
 
@@ -315,52 +306,38 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         c_strides = (0, 0, 0) if C is None else C.stride()[:3]
         C = unused if C is None else C
         pointers = (positions, checkpoint, *buffers.values(), scores, C, A, unused if D is None else D, y)
-        launches = _tile_launches(batch, heads, head_dim, slots, state, config, fused, y.device)
-        if tokens == 1:
-            step = {
-                **new, "batch": batch, "x_stride_b": x_strides[0], "x_stride_h": x_strides[2],
-                "b_stride_b": b_strides[0], "b_stride_g": b_strides[2], "c_stride_b": c_strides[0],
-                "c_stride_g": c_strides[2], "dt_stride_b": dt.stride(0), "dt_stride_h": dt.stride(2),
-                "HAS_D": D is not None, "FUSED": fused, **sizes, **variant,
-            }  # fmt: skip
-            for tile, grid, options in launches:
-                _step_kernel[grid](*pointers, **step, **tile, **options)
-            return
-        pieces = triton.cdiv(tokens, block_t)
-        window = {"T": tokens, "HAS_D": D is not None, "BLOCK_T": block_t, **sizes}
-        for tile, grid, options in launches if pieces == 1 else launches[:1]:
-            if pieces > 1:
-                tile["ROWS"] = NEVER_FLUSH
-            _window_kernel[(grid[0], pieces)](*pointers, batch, *c_strides, **window, **tile, **options)
-        if pieces > 1:
-            _flush(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
-
-
-def _tile_launches(batch, heads, head_dim, slots, state, config, fused, device):
-    """(constants, grid, launch options) of the one or two launches of a kernel that goes over the state in tiles."""
-    can = can_overlap(device)
-
-    def launch(tile: _configs.Tile, rows, waits: bool, starts: bool, programs: int | None = None):
-        tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
-        constants = {
-            "BLOCK_P": tile.block_p,
-            "BLOCK_J": min(max(next_power_of_2(slots), 16), config.block_j),
-            "COLUMNS": min(max(next_power_of_2(state), 16), tile.columns),
-            "EVICT": tile.evict,
+        flush_apart = not fused and (config.flush is not None or tokens > block_t)
+        waits = overlaps and not fused
+        tile = {
+            **_tile_sizes(config.tile, state, slots),
+            "EVICT": config.tile.evict,
             "WAITS": waits,
-            "STARTS": starts,
-            "ROWS": rows,
+            "STARTS": flush_apart and can_overlap(y.device),
+            "FLUSH": not flush_apart,
+            **_options(config.tile, waits),
         }
-        return constants, (tiles if programs is None else min(tiles, programs),), _options(tile, waits)
+        tiles = batch * heads * triton.cdiv(head_dim, config.tile.block_p)
+        if tokens == 1:
+            _step_kernel[(tiles,)](
+                *pointers, **new, batch=batch, x_stride_b=x_strides[0], x_stride_h=x_strides[2],
+                b_stride_b=b_strides[0], b_stride_g=b_strides[2], c_stride_b=c_strides[0], c_stride_g=c_strides[2],
+                dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2), HAS_D=D is not None, FUSED=fused, **sizes,
+                **variant, **tile,
+            )  # fmt: skip
+        else:
+            _window_kernel[(tiles, triton.cdiv(tokens, block_t))](
+                *pointers, batch, *c_strides, T=tokens, HAS_D=D is not None, BLOCK_T=block_t, **sizes, **tile
+            )
+        if flush_apart:
+            _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, behind_step=True)
 
-    waits = can and config.overlap and not fused
-    if fused or config.flush is None:
-        return [launch(config.tile, ALL, waits, False)]
-    flush_programs = config.flush_programs * multiprocessors(device)
-    return [
-        launch(config.tile, KEEPING, waits, can),
-        launch(config.flush, FLUSHING, can, False, flush_programs),
-    ]
+
+def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> dict[str, int]:
+    return {
+        "BLOCK_P": tile.block_p,
+        "BLOCK_J": min(max(next_power_of_2(slots), 16), _configs.MOST_SLOTS),
+        "COLUMNS": min(max(next_power_of_2(state), 16), tile.columns),
+    }
 
 
 def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
@@ -368,19 +345,18 @@ def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
     return {"num_warps": tile.warps, "num_stages": 1, **({"launch_pdl": True} if overlaps else {})}
 
 
-def _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace: bool) -> None:
+def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, behind_step=False) -> None:
+    """Into `out`; where that is the checkpoint, of rows that fold anything. `behind_step`: as a step's last launch."""
     batch, heads, head_dim, state = checkpoint.shape
     groups, slots = B_buffer.shape[1:3]
-    if checkpoint.numel() == 0:
-        return
-    tile = _configs.choose(checkpoint, 0).tile
-    with on_device_of(checkpoint):
-        _fold_kernel[(batch * heads * triton.cdiv(head_dim, tile.block_p),)](
-            positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
-            H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=inplace, BLOCK_P=tile.block_p,
-            BLOCK_J=min(max(next_power_of_2(slots), 16), 64),
-            COLUMNS=min(max(next_power_of_2(state), 16), tile.columns), **_options(tile),
-        )  # fmt: skip
+    tile = config.flush or config.tile
+    waits = behind_step and can_overlap(checkpoint.device)
+    tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
+    _fold_kernel[(min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)](
+        positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
+        H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=out is checkpoint, WAITS=waits,
+        **_tile_sizes(tile, state, slots), **_options(tile, waits),
+    )  # fmt: skip
 
 
 def _fold(
@@ -392,7 +368,10 @@ def _fold(
     checkpoint: torch.Tensor,
 ) -> torch.Tensor:
     out = torch.empty_like(checkpoint, dtype=torch.float32)
-    _fold_into(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace=False)
+    if out.numel() > 0:
+        with on_device_of(checkpoint):
+            config = _configs.choose(checkpoint, 0)
+            _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config)
     return out
 
 
@@ -404,7 +383,10 @@ def _flush(
     A: torch.Tensor,
     checkpoint: torch.Tensor,
 ) -> None:
-    _fold_into(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace=True)
+    if checkpoint.numel() > 0:
+        with on_device_of(checkpoint):
+            config = _configs.choose(checkpoint, 0)
+            _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config)
 
 
 _step_op = define(
