@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from tiny_models import FAMILY_NAMES, RTOL, assert_same_logits, poison, random_ids, tiny_model
+from tiny_models import FAMILY_NAMES, RTOL, assert_same_logits, mixers, poison, random_ids, tiny_model
+from twins import Twins, eventful_session
 
 import hf_replayssm
 
@@ -85,6 +86,83 @@ def test_rows_of_their_own(family):
         for row, position in enumerate(at):
             assert_same_logits(logits[row], alone[row][position - 12 + int(mask[row].sum())][None])
         at = [i + 1 for i in at]
+
+
+def device_twins(family: str, dtype: torch.dtype = torch.float32, **config) -> Twins:
+    """Of two rows: triton and torch in `dtype`, and torch in float32 with a float32 checkpoint."""
+    exact = hf_replayssm.enable(tiny_model(family).to("cuda"))
+    model = exact if dtype == torch.float32 else hf_replayssm.enable(tiny_model(family).to("cuda", dtype))
+    config = {"config": model.config, "buffer_len": 3, "max_window": 2} | config
+    triton, plain = (hf_replayssm.ReplayCache(**config, backend=backend) for backend in ("triton", "torch"))
+    config["checkpoint_dtype"] = torch.float32
+    return Twins((model, triton), (model, plain), (exact, hf_replayssm.ReplayCache(**config, backend="torch")), batch=2)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_an_eventful_session(family):
+    """The kernels give what the PyTorch ops give, whatever happens to the cache."""
+    twins = device_twins(family)
+    eventful_session(twins)
+    triton, plain, _ = twins.all_logits()
+    assert_same_logits(triton, plain)
+    for ours, expected in zip(twins.states(0), twins.states(1)):
+        assert float((ours - expected).abs().max() / expected.abs().max()) <= RTOL
+    assert twins.caches[0].stats == twins.caches[1].stats
+
+
+@pytest.mark.parametrize(
+    ("dtype", "checkpoint_dtype"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_an_eventful_session_in_16_bits(family, dtype, checkpoint_dtype):
+    """The kernels come as close to float32 as the PyTorch ops do."""
+    twins = device_twins(family, dtype, checkpoint_dtype=checkpoint_dtype)
+    eventful_session(twins)
+    triton, plain, exact = twins.all_logits()
+    error = lambda logits: float((logits - exact).norm() / exact.norm())  # noqa: E731
+    assert error(triton) < max(2 * error(plain), 20 * RTOL)
+
+
+@pytest.mark.parametrize("checkpoint_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+@torch.no_grad()
+def test_mixers_never_wait_for_the_device(family, checkpoint_dtype):
+    """Steps, windows and flushes, also where rows stand apart: all that is on the device stays there."""
+    model = hf_replayssm.enable(tiny_model(family).to("cuda", torch.bfloat16))
+    cache = hf_replayssm.ReplayCache(
+        config=model.config, buffer_len=3, max_window=2, checkpoint_dtype=checkpoint_dtype, backend="triton"
+    )
+    ids = random_ids(2, 16).cuda()
+    cache.activate_past_recording()
+
+    def round_(may_wait: bool) -> None:
+        """The same events at every call, but for the places in the ring."""
+        for tokens, mask in ((1, None), (3, None), (2, torch.tensor([[True, False], [True, True]]))):
+            hidden = torch.randn(2, tokens, model.config.hidden_size, dtype=torch.bfloat16, device="cuda")
+            cache.begin_forward(tokens, 2, mask)
+            torch.cuda.set_sync_debug_mode("default" if may_wait else "error")
+            try:
+                for mixer in mixers(model):
+                    mixer(hidden, cache=cache)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            cache.end_forward()
+            if cache.record_past:
+                cache.crop(0)  # so that no buffer has to grow
+
+    model(input_ids=ids[:, :6], cache=cache)
+    for recording in (True, False):
+        cache.record_past = recording
+        round_(may_wait=True)  # kernels are compiled
+        for _ in range(4):
+            round_(may_wait=False)
+    assert cache.stats.checkpoint_writes > 8
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -59,7 +59,7 @@ def test_the_wheel_holds_every_source_and_nothing_else(wheel: Path):
         if path.is_file() and "__pycache__" not in path.parts
     }
     assert {name for name in names if ".dist-info/" not in name} == expected
-    for name in ("hf_replayssm/py.typed", "replayssm_kernels/py.typed", "replayssm_kernels/mamba2_step.py"):
+    for name in ("hf_replayssm/py.typed", "replayssm_kernels/py.typed", "replayssm_kernels/mamba2.py"):
         assert name in names
     assets = {Path(name).suffix for name in names if name.startswith("hf_replayssm/assets/")}
     assert {".safetensors", ".json", ".txt"} <= assets
@@ -134,7 +134,7 @@ def test_the_kernels_have_the_layout_of_the_hub():
         kernels = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = kernels
         spec.loader.exec_module(kernels)
-        print(kernels.is_available(), hasattr(kernels, "replay_step"))
+        print(kernels.is_available(), hasattr(kernels, "mamba2_decode"))
     """
     triton = importlib.util.find_spec("triton") is not None
     assert run(sys.executable, "-c", textwrap.dedent(code)).split() == [str(triton)] * 2

@@ -3,9 +3,10 @@
 
 How one forward goes through it. The model opens it with `begin_forward(tokens, mask)`, which decides once for all
 layers which tokens go where (a [`ReplayForward`] of one or two [`Segment`]s, see `positions.py`) and changes nothing.
-Each recurrent layer then runs its segments (`layers.py`): `convolve`, and either `append` + the `replay` op, or, for a
-prefill, a scan that starts from the whole state. `end_forward` moves the write positions, once for all layers. So a
-forward that fails before its first layer leaves the cache as it was, and every layer is always at the same position.
+Each recurrent layer then runs its segments (`layers.py`): one `decode` where there are Triton kernels, `convolve` and
+`append` + the `replay` op elsewhere, or, for a prefill, a scan that starts from the whole state. `end_forward` moves
+the write positions, once for all layers. So a forward that fails before its first layer leaves the cache as it was,
+and every layer is always at the same position.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from .config import ReplayConfig
 from .families import family_of_config, signature
 from .layers import REPLAY_LAYER_TYPES, CropError, ReplayLayer, attention_part
 from .ops.refuse_backward import RefuseBackward
-from .positions import Positions, ReplayForward, Rows, Segment
+from .positions import Positions, ReplayForward, Rows, Segment, upload
 
 
 # A forward of more tokens than this on a cache that records its past is a prefill: it leaves its last `max_window`
@@ -522,7 +523,7 @@ class ReplayCache(Cache):
 
     def padding_mask(self, device: torch.device | str = "cpu") -> torch.Tensor | None:
         """(batch, get_seq_length()) bool: which columns are tokens; None when all are."""
-        return None if self.positions.mask is None else self.positions.mask.to(device)
+        return None if self.positions.mask is None else upload(self.positions.mask, torch.device(device))
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns of the longest row, padding included; of pure state-space models too."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from .ops import causal_conv, mamba2
-from .positions import Rows, Segment, ring_slots
+from .ops import backend, causal_conv, mamba2
+from .positions import Rows, Segment, fold_positions, ring_slots, upload
 
 
 if TYPE_CHECKING:
@@ -124,7 +124,58 @@ class ReplayLayer(LinearAttentionLayer):
         self.A: torch.Tensor | None = None  # (heads,) of the mixer, to fold when somebody reads the state
         self.device = self.dtype = None
 
-    # What the mixer calls, in this order, for every segment of a forward.
+    # What the mixer calls for every segment of a forward: `decode`, where the Triton kernels do all of it; else
+    # `convolve`, and then `step`, or `append` and `flush`, or, for a scan, `state_before_scan` and `flush_to`.
+
+    def uses_kernels(self, activations: torch.Tensor) -> bool:
+        """Whether the Triton kernels serve `activations` on their device, and what the layer already holds."""
+        config = self.cache.replay_config
+        held = activations if self.inputs is None else self.inputs.x
+        dtypes = activations.dtype, held.dtype, config.checkpoint_dtype
+        return backend.resolve(config.backend, activations.device, dtypes) == "triton"
+
+    def decode(
+        self,
+        xBC: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        D: torch.Tensor,
+        segment: Segment,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str,
+        heads: tuple[int, int],
+        groups: tuple[int, int],
+        **dt_rule: torch.Tensor | float,
+    ) -> torch.Tensor:
+        """
+        All that a segment without a scan needs, as one call of kernels: raw xBC (b, t, conv_dim) and dt (b, t, h; real
+        tokens first) -> (b, t, h, p); anything may stand behind a row's real tokens. `heads` is (h, p), `groups` is
+        (g, n).
+        """
+        self._reserve_conv(xBC, weight.shape[1])
+        self._reserve_state(xBC, heads, groups, A)
+        positions, buffers = segment.kernel_positions(xBC.device), self.inputs.tensors()
+        conv = self.conv_inputs, weight, bias
+        return mamba2.decode_triton(
+            positions, xBC, dt, *conv, buffers, A, D, self.checkpoint, activation=activation, **dt_rule
+        )
+
+    def step(
+        self,
+        x: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        D: torch.Tensor,
+        segment: Segment,
+        **dt_rule: torch.Tensor | float,
+    ) -> torch.Tensor:
+        """[`decode`] behind `convolve`: x (b, t, h, p), B and C (b, t, g, n), raw dt -> (b, t, h, p)."""
+        self._reserve_state(x, x.shape[2:], B.shape[2:], A)
+        positions, buffers = segment.kernel_positions(x.device), self.inputs.tensors()
+        return mamba2.step_triton(positions, x, B, C, dt, buffers, A, D, self.checkpoint, **dt_rule)
 
     def convolve(
         self,
@@ -153,7 +204,7 @@ class ReplayLayer(LinearAttentionLayer):
 
     def append(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, segment: Segment) -> None:
         """Folds what the segment says must go first, and buffers its tokens: x (b, t, h, p), B (b, t, g, n), dt."""
-        self._reserve_state(x, B, dt, A)
+        self._reserve_state(x, x.shape[2:], B.shape[2:], A)
         if segment.fold_first is not None:
             self._write_checkpoint(self._fold(segment.first, segment.fold_first), segment.fold_first)
         self.inputs.write((x, B, dt), segment)
@@ -168,11 +219,16 @@ class ReplayLayer(LinearAttentionLayer):
         self._write_checkpoint(state, segment.fold_last)
 
     def state_before_scan(
-        self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, segment: Segment
+        self, x: torch.Tensor, B: torch.Tensor, A: torch.Tensor, segment: Segment
     ) -> torch.Tensor | None:
         """The whole state that a scan starts from (b, h, p, n), float32; None when no row has seen a token."""
-        self._reserve_state(x, B, dt, A)
-        return self._fold(segment.first, segment.start) if segment.seen else None
+        self._reserve_state(x, x.shape[2:], B.shape[2:], A)
+        if not segment.seen:
+            return None
+        if self.uses_kernels(x):
+            positions = segment.kernel_positions(x.device)
+            return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
+        return self._fold(segment.first, segment.start)
 
     # The state.
 
@@ -180,8 +236,11 @@ class ReplayLayer(LinearAttentionLayer):
         """The state after all tokens, pending ones included: (b, h, p, n), float32. None before the first forward."""
         if self.checkpoint is None:
             return None
-        positions = self.cache.positions
-        return self._fold(Rows(positions.first), Rows(positions.held)).clone()
+        first, held = Rows(self.cache.positions.first), Rows(self.cache.positions.held)
+        if self.uses_kernels(self.inputs.x):
+            positions = fold_positions(first, held, self.checkpoint.device)
+            return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
+        return self._fold(first, held).clone()
 
     def newest_conv_inputs(self) -> torch.Tensor | None:
         """The newest `kernel` raw inputs as upstream lays them out: (b, conv_dim, kernel), zeros before the start."""
@@ -197,16 +256,19 @@ class ReplayLayer(LinearAttentionLayer):
         return mamba2.fold(*inputs, self.A, self.checkpoint, count.on(self.checkpoint.device))
 
     def _write_checkpoint(self, state: torch.Tensor, count: Rows) -> None:
-        """The only place that writes a checkpoint: the rows for which `count` is not zero take their new `state`."""
+        """The rows for which `count` is not zero take their new `state`. (Kernels write the checkpoint themselves.)"""
         if count.same is not None:
             self.checkpoint.copy_(state)
         else:
-            rows = count.values.nonzero().squeeze(1).to(self.checkpoint.device)
+            rows = upload(count.values.nonzero().squeeze(1), self.checkpoint.device)
             self.checkpoint.index_copy_(0, rows, state.index_select(0, rows).to(self.checkpoint.dtype))
 
     # Memory.
 
-    def _reserve_state(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor) -> None:
+    def _reserve_state(
+        self, activations: torch.Tensor, heads: tuple[int, int], groups: tuple[int, int], A: torch.Tensor
+    ) -> None:
+        """Allocates for the batch, device and dtype of `activations`; `heads` is (h, p), `groups` is (g, n)."""
         forward, config = self.cache.forward_in_progress, self.cache.replay_config
         forward.touched = True
         self.A = A.detach()
@@ -216,16 +278,15 @@ class ReplayLayer(LinearAttentionLayer):
             if self.checkpoint is not None:
                 self.inputs = self.inputs.grown(forward.capacity, Rows(self.cache.positions.first))
                 return
-            batch, _, heads, head_dim = x.shape
-            groups, state = B.shape[2:]
-            self.device, self.dtype = x.device, x.dtype
-            self.checkpoint = torch.zeros(
-                (batch, heads, head_dim, state), dtype=config.checkpoint_dtype, device=x.device
-            )
-            shapes = ((batch, heads, forward.capacity, head_dim), (batch, groups, forward.capacity, state))
+            (h, p), (g, n) = heads, groups
+            batch, slots = activations.shape[0], forward.capacity
+            self.device, self.dtype = device, dtype = activations.device, activations.dtype
+            self.checkpoint = torch.zeros((batch, h, p, n), dtype=config.checkpoint_dtype, device=device)
+            # The kernels take these as they are: contiguous, which a selection of rows keeps.
             self.inputs = InputBuffer(
-                *(torch.zeros(shape, dtype=x.dtype, device=x.device) for shape in shapes),
-                torch.zeros((batch, heads, forward.capacity), dtype=dt.dtype, device=x.device),
+                torch.zeros((batch, h, slots, p), dtype=dtype, device=device),
+                torch.zeros((batch, g, slots, n), dtype=dtype, device=device),
+                torch.zeros((batch, h, slots), dtype=A.dtype, device=device),
             )
 
     @torch.inference_mode(False)
@@ -281,7 +342,7 @@ class ReplayLayer(LinearAttentionLayer):
         keep = (token < counts.values[:, None]) & (token >= counts.values[:, None] - ring)
         row, token = keep.nonzero(as_tuple=True)
         slot = (seen.values[row] + token) % ring
-        row, token, slot = (index.to(inputs.device) for index in (row, token, slot))
+        row, token, slot = (upload(index, inputs.device) for index in (row, token, slot))
         self.conv_inputs[row, slot] = inputs[row, token].to(self.conv_inputs.dtype)
 
     @torch.inference_mode(False)

@@ -15,6 +15,13 @@ from typing import Any
 import torch
 
 
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the CPU on `device`. From pinned memory, so that the host need not wait for what the device does."""
+    if device.type in ("cuda", "xpu"):
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 class Rows:
     """
     One integer for each row of the batch. `same` is that integer when all rows agree (the usual case, in which ops
@@ -38,7 +45,7 @@ class Rows:
     def tensor(self, device: torch.device) -> torch.Tensor:
         """(batch,) on `device`."""
         if device not in self._on:
-            self._on[device] = self.values.to(device)
+            self._on[device] = upload(self.values, device)
         return self._on[device]
 
     def slots_from(self, count: int, capacity: int, device: torch.device) -> torch.Tensor:
@@ -46,7 +53,7 @@ class Rows:
         key = (count, capacity, device)
         if key not in self._on:
             begin = self.values[:, None] if self.same is None else self.same
-            self._on[key] = ((begin + torch.arange(count)) % capacity).to(device)
+            self._on[key] = upload((begin + torch.arange(count)) % capacity, device)
         return self._on[key]
 
     def __bool__(self) -> bool:
@@ -105,7 +112,7 @@ class Segment:
             fold = self.start if self.scan else self.fold_first or self.fold_last
             rows = [self.seen.values, self.first.values, self.start.values, self.counts.values]
             rows.append(torch.zeros_like(self.start.values) if fold is None else fold.values)
-            self._on[key] = torch.stack(rows).to(torch.int32).to(device)
+            self._on[key] = upload(torch.stack(rows).to(torch.int32), device)
         return self._on[key]
 
     def write_index(self, capacity: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -115,13 +122,13 @@ class Segment:
             real = torch.arange(self.num_tokens) < self.counts.values[:, None]
             row, token = real.nonzero(as_tuple=True)
             slot = (self.first.values[row] + self.start.values[row] + token) % capacity
-            self._on[key] = (row.to(device), token.to(device), slot.to(device))
+            self._on[key] = tuple(upload(index, device) for index in (row, token, slot))
         return self._on[key]
 
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """`order`, its inverse, and which tokens are real in that order, each (b, t), on `device`."""
         if device not in self._on:
-            order = self.order.to(device)
+            order = upload(self.order, device)
             real = torch.arange(self.num_tokens, device=device) < self.counts.tensor(device)[:, None]
             self._on[device] = (order, order.argsort(1), real)
         return self._on[device]
@@ -159,7 +166,13 @@ def ring_slots(seen: Rows, count: int, ring: int, device: torch.device) -> tuple
     newest = torch.tensor(seen.same) if seen.same is not None else seen.values[:, None]
     token = newest - count + torch.arange(count)
     exists = token >= 0
-    return (token % ring).to(device), None if bool(exists.all()) else exists.to(device)
+    return upload(token % ring, device), None if bool(exists.all()) else upload(exists, device)
+
+
+def fold_positions(first: Rows, count: Rows, device: torch.device) -> torch.Tensor:
+    """[`Segment.kernel_positions`] for a fold alone, of which only FIRST and FOLD are read."""
+    zeros = torch.zeros_like(count.values)
+    return upload(torch.stack([zeros, first.values, zeros, zeros, count.values]).to(torch.int32), device)
 
 
 @dataclass

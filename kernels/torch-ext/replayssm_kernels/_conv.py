@@ -7,7 +7,15 @@ import triton
 import triton.language as tl
 
 from ._arithmetic import silu
-from ._launch import check, check_owned, check_positions, next_power_of_2, on_device_of, rows_contiguous
+from ._launch import (
+    check,
+    check_owned,
+    check_positions,
+    check_same_dtype,
+    next_power_of_2,
+    on_device_of,
+    rows_contiguous,
+)
 from ._operators import define
 
 
@@ -157,12 +165,11 @@ def check_conv(
 ) -> bool:
     """Whether the activation is SiLU (otherwise there is none). `ValueError` for what does not fit together."""
     batch, _, channels = inputs.shape
-    if weight.dim() != 2 or conv_inputs.dim() != 3:
-        raise ValueError("The weight of a depthwise convolution is (channels, K), its ring (batch, ring, channels).")
-    check("weight", weight, (channels, weight.shape[1]), like=inputs)
-    check_owned("conv_inputs", conv_inputs, (batch, conv_inputs.shape[1], channels), like=inputs)
+    check("conv_weight", weight, (channels, None), like=inputs)
+    check_owned("conv_inputs", conv_inputs, (batch, None, channels), like=inputs)
+    check_same_dtype("conv_inputs", conv_inputs, inputs, "the new inputs")
     if bias is not None:
-        check("bias", bias, (channels,), like=inputs)
+        check("conv_bias", bias, (channels,), like=inputs)
     if conv_inputs.shape[1] < weight.shape[1]:
         raise ValueError(f"conv_inputs has {conv_inputs.shape[1]} slots; the kernel size {weight.shape[1]} is needed.")
     if activation not in ("silu", "swish", None):
@@ -188,6 +195,7 @@ def causal_conv(
 
     Returns: (b, t, c) in the dtype of `inputs`; sums are float32. From a row's COUNT on it is unspecified.
     """
+    check("inputs", inputs, (None, None, None), inputs)
     check_positions(positions, inputs.shape[0], inputs)
     return _conv_op(
         positions, inputs, conv_inputs, weight, bias, check_conv(inputs, conv_inputs, weight, bias, activation)
@@ -207,6 +215,7 @@ def _conv(
     if out.numel() == 0:
         return out
     inputs = rows_contiguous(inputs)
+    bias = None if bias is None else bias.contiguous()
     kernel, ring = weight.shape[1], conv_inputs.shape[1]
     block_t = min(next_power_of_2(tokens), PIECE)
     block_c = max(16, min(1024 // block_t, 256, next_power_of_2(channels)))

@@ -10,6 +10,9 @@ import torch
 from ._positions import ROWS
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Makes the tensor's device the current one, since triton launches on the current device."""
     if tensor.device.type == "cpu":
@@ -35,11 +38,27 @@ def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
+def check(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
+    """Shape (None: any size) and device, and that it is one of the dtypes the kernels serve."""
+    _check_shape(name, tensor, shape, like)
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{name} is {tensor.dtype}; the kernels take float32, bfloat16 and float16: cast it.")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
+    if tensor.dim() == len(shape):
+        shape = tuple(actual if size is None else size for size, actual in zip(shape, tensor.shape))
     if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with the other arguments it must be {tuple(shape)}.")
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with the other arguments it must be {shape}.")
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}, others are on {like.device}: move it there.")
+
+
+def check_same_dtype(name: str, tensor: torch.Tensor, other: torch.Tensor, of: str) -> None:
+    if tensor.dtype != other.dtype:
+        raise ValueError(
+            f"{name} is {tensor.dtype} and {of} is {other.dtype}: cast one, digits would be lost silently."
+        )
 
 
 def check_owned(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: torch.Tensor) -> None:
@@ -50,6 +69,8 @@ def check_owned(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: t
 
 
 def check_positions(positions: torch.Tensor, batch: int, like: torch.Tensor) -> None:
-    check("positions", positions, (ROWS, batch), like)
-    if positions.dtype != torch.int32 or not positions.is_contiguous():
-        raise ValueError(f"positions must be a contiguous int32 tensor, not {positions.dtype}.")
+    _check_shape("positions", positions, (ROWS, batch), like)
+    if positions.dtype != torch.int32:
+        raise ValueError(f"positions must be int32, not {positions.dtype}.")
+    if not positions.is_contiguous():
+        raise ValueError("positions must be contiguous: call `.contiguous()`.")

@@ -18,9 +18,11 @@ import triton
 from . import _configs
 from ._conv import PIECE, check_conv
 from ._launch import (
+    DTYPES,
     check,
     check_owned,
     check_positions,
+    check_same_dtype,
     multiprocessors,
     next_power_of_2,
     on_device_of,
@@ -71,15 +73,17 @@ def mamba2_step(
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not fit together.
     """
-    batch, tokens, heads, head_dim = x.shape
-    groups, state = B.shape[2:]
     _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint)
-    check("x", x, (batch, tokens, heads, head_dim), like=checkpoint)
-    check("checkpoint", checkpoint, (batch, heads, head_dim, state), like=x)
-    check("B", B, (batch, tokens, groups, state), like=checkpoint)
-    check("C", C, (batch, tokens, groups, state), like=checkpoint)
+    batch, heads, head_dim, state = checkpoint.shape
+    groups = B_buffer.shape[1]
+    check("x", x, (batch, None, heads, head_dim), checkpoint)
+    tokens = x.shape[1]
+    check("B", B, (batch, tokens, groups, state), checkpoint)
+    check("C", C, (batch, tokens, groups, state), checkpoint)
+    for name, tensor in (("x", x), ("B", B), ("C", C)):
+        check_same_dtype(name, tensor, x_buffer, "x_buffer")
     _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
-    _check_fused(fused, tokens)
+    _check_options(fused, tokens, out_dtype)
     return _step_op(positions, x, B, C, dt, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
                     dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
 
@@ -117,14 +121,14 @@ def mamba2_decode(
 
     Returns: y (b, t, h, p).
     """
-    batch, tokens, channels = xBC.shape
-    heads, head_dim = x_buffer.shape[1], x_buffer.shape[3]
-    groups, state = B_buffer.shape[1], B_buffer.shape[3]
     _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint)
-    check("xBC", xBC, (checkpoint.shape[0], tokens, heads * head_dim + 2 * groups * state), like=checkpoint)
+    batch, heads, head_dim, state = checkpoint.shape
+    check("xBC", xBC, (batch, None, heads * head_dim + 2 * B_buffer.shape[1] * state), checkpoint)
+    check_same_dtype("xBC", xBC, x_buffer, "x_buffer")
+    tokens = xBC.shape[1]
     silu = check_conv(xBC, conv_inputs, conv_weight, conv_bias, activation)
     _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
-    _check_fused(fused, tokens)
+    _check_options(fused, tokens, out_dtype)
     return _decode_op(positions, xBC, dt, conv_inputs, conv_weight, conv_bias, x_buffer, B_buffer, dt_buffer, A, D,
                       checkpoint, silu, dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
 
@@ -155,19 +159,19 @@ def mamba2_fold(
 
 
 def _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint) -> None:
-    if checkpoint.dim() != 4 or x_buffer.dim() != 4 or B_buffer.dim() != 4:
-        raise ValueError("checkpoint, x_buffer and B_buffer have four dimensions each; see `mamba2_step`.")
+    check_owned("checkpoint", checkpoint, (None, None, None, None), checkpoint)
     batch, heads, head_dim, state = checkpoint.shape
-    groups, slots = B_buffer.shape[1:3]
-    if groups == 0 or heads % groups:
-        raise ValueError(f"{heads} heads cannot be shared out evenly among {groups} groups.")
     check_positions(positions, batch, checkpoint)
-    check_owned("checkpoint", checkpoint, (batch, heads, head_dim, state), checkpoint)
-    check_owned("x_buffer", x_buffer, (batch, heads, slots, head_dim), checkpoint)
-    check_owned("B_buffer", B_buffer, (batch, groups, slots, state), checkpoint)
-    check_owned("dt_buffer", dt_buffer, (batch, heads, slots), checkpoint)
+    check_owned("x_buffer", x_buffer, (batch, heads, None, head_dim), checkpoint)
+    slots = x_buffer.shape[2]
+    check_owned("B_buffer", B_buffer, (batch, None, slots, state), checkpoint)
+    check_same_dtype("B_buffer", B_buffer, x_buffer, "x_buffer")
+    groups = B_buffer.shape[1]
+    if groups == 0 or heads % groups:
+        raise ValueError(f"{heads} heads cannot be shared out evenly among the {groups} groups of B_buffer.")
     if dt_buffer.dtype != torch.float32:
         raise ValueError(f"dt_buffer must be float32, not {dt_buffer.dtype}: decays are computed from its sums.")
+    check_owned("dt_buffer", dt_buffer, (batch, heads, slots), checkpoint)
     check("A", A, (heads,), checkpoint)
     if D is not None:
         check("D", D, (heads,), checkpoint)
@@ -179,9 +183,11 @@ def _check_dt(dt, dt_bias, shape, like) -> None:
         check("dt_bias", dt_bias, shape[-1:], like)
 
 
-def _check_fused(fused: bool | None, tokens: int) -> None:
+def _check_options(fused: bool | None, tokens: int, out_dtype: torch.dtype | None) -> None:
     if fused and tokens != 1:
         raise ValueError(f"`fused=True` serves one token, not {tokens}: pass None or False.")
+    if out_dtype not in (None, *DTYPES):
+        raise ValueError(f"`out_dtype` is float32, bfloat16 or float16, not {out_dtype}.")
 
 
 # The operators.
@@ -240,7 +246,7 @@ def _decode(
     fused: bool | None,
 ) -> torch.Tensor:
     y = xBC.new_empty((*xBC.shape[:2], x_buffer.shape[1], x_buffer.shape[3]), dtype=out_dtype or xBC.dtype)
-    conv = _Conv(conv_inputs, conv_weight.contiguous(), conv_bias, silu)
+    conv = _Conv(conv_inputs, conv_weight.contiguous(), None if conv_bias is None else conv_bias.contiguous(), silu)
     _launch(positions, rows_contiguous(xBC), None, None, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
             dt_bias, dt_min, dt_max, y, fused)  # fmt: skip
     return y
@@ -251,6 +257,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     """One call of step (`x`, `B`, `C` given) or of decode (`conv` given; `x` holds the raw inputs)."""
     if y.numel() == 0:
         return
+    A, D, dt_bias = (None if tensor is None else tensor.contiguous() for tensor in (A, D, dt_bias))
     batch, tokens, heads, head_dim = y.shape
     groups, slots, state = B_buffer.shape[1:]
     config = _configs.choose(checkpoint, tokens)
@@ -353,7 +360,7 @@ def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, c
     waits = behind_step and can_overlap(checkpoint.device)
     tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
     _fold_kernel[(min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)](
-        positions, checkpoint, x_buffer, B_buffer, dt_buffer, A, out, batch,
+        positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, batch,
         H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=out is checkpoint, WAITS=waits,
         **_tile_sizes(tile, state, slots), **_options(tile, waits),
     )  # fmt: skip

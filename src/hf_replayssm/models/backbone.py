@@ -17,6 +17,7 @@ from ..cache import ReplayCache
 from ..families import Signature
 from ..layers import attention_part
 from ..ops import backend
+from ..positions import upload
 from .replaced import ReplacedClass
 
 
@@ -55,7 +56,7 @@ class ReplayBackbone(ReplacedClass):
             return super().forward(**arguments)  # upstream's own error
         batch, tokens = inputs.shape[:2]
         mask = new_tokens_mask(arguments.get("attention_mask"), batch, tokens)
-        self._check(cache, arguments, tokens, mask, inputs.device)
+        self._check(cache, arguments, inputs, mask)
         cache.begin_forward(tokens, batch, mask)
         try:
             self._fill_in(cache, arguments, inputs, tokens, mask)
@@ -70,11 +71,11 @@ class ReplayBackbone(ReplacedClass):
         self,
         cache: ReplayCache,
         arguments: dict[str, Any],
-        tokens: int,
+        inputs: torch.Tensor,
         mask: torch.Tensor | None,
-        device: torch.device,
     ) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
+        tokens = inputs.shape[1]
         if cache.signature != self._replay_signature:
             raise ValueError(
                 f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
@@ -85,7 +86,9 @@ class ReplayBackbone(ReplacedClass):
                 "Training through a ReplayCache is not possible: its buffers carry no gradients. Train without a cache "
                 "(`use_cache=False`), or call `model.eval()`."
             )
-        backend.resolve(cache.replay_config.backend, device)  # raises when it was asked for and cannot be had
+        config = cache.replay_config
+        dtype = inputs.dtype if inputs.is_floating_point() else self.dtype
+        backend.resolve(config.backend, inputs.device, (dtype, config.checkpoint_dtype))  # raises if it cannot be had
         refuse_packed(arguments)
         position_ids = arguments.get("position_ids")
         if cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
@@ -131,7 +134,7 @@ class ReplayBackbone(ReplacedClass):
                 position_ids = torch.arange(past, past + tokens)[None]
             else:
                 position_ids = (after.mask.long().cumsum(1)[:, past:] - 1).clamp(min=0)
-            arguments["position_ids"] = position_ids.to(inputs.device)
+            arguments["position_ids"] = upload(position_ids, inputs.device)
 
 
 def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tensor | None:

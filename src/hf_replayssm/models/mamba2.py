@@ -15,7 +15,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..cache import ReplayCache
 from ..layers import ReplayLayer
-from ..ops import backend, mamba2
+from ..ops import mamba2
 from ..ops.refuse_backward import RefuseBackward
 from ..positions import Segment
 from .replaced import ReplacedClass
@@ -40,38 +40,38 @@ class ReplayMamba2Mixer(ReplacedClass):
         layer: ReplayLayer = cache.layers[self.layer_idx]
         gate, xBC, dt = self._project(hidden_states)
 
-        # One rule for dt, that of upstream's whole-sequence forward: bias, softplus, limit; in float32 here.
-        dtype = mamba2.accumulate_dtype(dt)
-        low, high = cache.replay_config.time_step_limit or self.time_step_limit
-        dt = F.softplus(dt.to(dtype) + self.dt_bias.to(dtype)).clamp(low, high)
-        A = -self.A_log.to(dtype).exp()
+        A = -self.A_log.to(mamba2.accumulate_dtype(dt)).exp()
 
         # Everything between the projections is float32 or as the activations are, also under autocast.
         with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
             outputs = [
                 segment.original_order(
-                    self._replay_segment(
-                        segment.real_first(xBC[:, segment.columns]),
-                        segment.real_first(dt[:, segment.columns]),
-                        A,
-                        layer,
-                        segment,
-                    )
+                    self._replay_segment(xBC[:, segment.columns], dt[:, segment.columns], A, layer, segment)
                 )
                 for segment in cache.forward_in_progress.segments
             ]
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if torch.is_grad_enabled():
-            y = RefuseBackward.apply(y, xBC, dt, A, self.D, self.conv1d.weight, self.conv1d.bias)
+            y = RefuseBackward.apply(y, xBC, dt, self.dt_bias, A, self.D, self.conv1d.weight, self.conv1d.bias)
         return self.out_proj(self._gated_norm(y.flatten(2), gate).to(hidden_states.dtype))
 
     def _replay_segment(
         self, xBC: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, layer: ReplayLayer, segment: Segment
     ) -> torch.Tensor:
-        """xBC (b, t, conv_dim) and dt (b, t, h) of the segment's tokens -> y (b, t, h, p)."""
+        """Raw xBC (b, t, conv_dim) and dt (b, t, h) of the segment -> y (b, t, h, p), a row's real tokens first."""
         upstream = sys.modules[self._replaced_class.__module__]
         batch, tokens, _ = xBC.shape
         weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        low, high = layer.cache.replay_config.time_step_limit or self.time_step_limit
+        dt_rule = {"dt_bias": self.dt_bias, "dt_min": low, "dt_max": high}
+        kernels = not segment.scan and layer.uses_kernels(xBC)
+        xBC = segment.real_first(xBC)
+        # Kernels apply the rule for dt themselves. Here it comes before masked dt become 0: a limit would raise them.
+        dt = segment.real_first(dt if kernels else mamba2.final_dt(dt, **dt_rule))
+
+        if kernels and self.activation in mamba2.FUSED_ACTIVATIONS:
+            heads, groups = (self.num_heads, self.head_dim), (self.n_groups, self.ssm_state_size)
+            return layer.decode(xBC, dt, A, self.D, segment, weight, bias, self.activation, heads, groups, **dt_rule)
         xBC = layer.convolve(
             xBC,
             segment,
@@ -95,11 +95,14 @@ class ReplayMamba2Mixer(ReplacedClass):
                 # No larger than needed: the scan of the PyTorch path pads to whole chunks.
                 chunk_size=min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
                 D=self.D,
-                initial_states=layer.state_before_scan(x, B, dt, A, segment),
+                initial_states=layer.state_before_scan(x, B, A, segment),
                 return_final_states=True,
             )
             layer.flush_to(state, segment)
             return y
+
+        if kernels:
+            return layer.step(x, B, C, dt, A, self.D, segment, **dt_rule)
 
         layer.append(x, B, dt, A, segment)
         first, start, end = segment.behind_fold
@@ -110,9 +113,7 @@ class ReplayMamba2Mixer(ReplacedClass):
             layer.flush_to(state, segment)
             return mamba2.read_out(C, x, self.D, state)
         operands = (C, *inputs, A, self.D, layer.checkpoint)
-        if tokens == 1 and backend.resolve(layer.cache.replay_config.backend, device) == "triton":
-            y = mamba2.replay_one_token_triton(*operands, end.tensor(device))
-        elif segment.order is None and start.same is not None:
+        if segment.order is None and start.same is not None:
             y = mamba2.replay(*operands, start.same, end.same)
         else:
             y = mamba2.replay(*operands, start.tensor(device), end.tensor(device))

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 
 import torch
 
 
-# Which ops have a kernel in `replayssm_kernels` (the folder kernels/ of the repository).
-OPS = {
-    "mamba2 replay, one token": True,
-    "mamba2 replay, window": False,
-    "mamba2 fold (flush)": False,
-    "causal convolution": False,
-}
+# Each has a kernel in `replayssm_kernels` (the folder kernels/ of the repository); in a mixer they are one call. The
+# scan and the long convolution of a prefill are upstream's and no matter of these backends.
+OPS = ("mamba2 replay, one token", "mamba2 replay, window", "mamba2 fold (flush)", "causal convolution")
 
 
-def triton_unavailable(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on `device`; None when they can (on the CPU: in Triton's interpreter only)."""
+def triton_unavailable(device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str | None:
+    """
+    Why the Triton kernels cannot run on `device`, with activations and checkpoints of these `dtypes`; None when they
+    can (on the CPU: in Triton's interpreter only).
+    """
+    if torch.float64 in dtypes:
+        return "the kernels compute in float32, and the model or its checkpoint is float64"
     try:
         import replayssm_kernels
     except ImportError as error:
@@ -26,16 +28,17 @@ def triton_unavailable(device: torch.device) -> str | None:
     return replayssm_kernels.unavailable_reason(device)
 
 
-def resolve(backend: str, device: torch.device) -> str:
+def resolve(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
     """
-    `"triton"` or `"torch"` for tensors on `device`, where the op has a kernel.
+    `"triton"` or `"torch"` for tensors on `device`, activations and checkpoints being of these `dtypes`.
 
     Raises:
-        ValueError: `backend="triton"` was asked for and cannot be had on this device.
+        ValueError: `backend="triton"` was asked for and cannot be had on this device, or not for float64.
     """
-    if backend == "torch" or (backend == "auto" and device.type == "cpu"):
+    # For the CPU and for float64 the PyTorch ops are what is meant to run: nothing to warn of.
+    if backend == "torch" or (backend == "auto" and (device.type == "cpu" or torch.float64 in dtypes)):
         return "torch"
-    reason = triton_unavailable(device)
+    reason = triton_unavailable(device, dtypes)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend='triton'` is not available: {reason}. Use `backend='auto'` or 'torch'.")
     if reason is not None:
@@ -54,13 +57,11 @@ def explain(device: torch.device | str, backend: str = "auto") -> list[tuple[str
     device = torch.device(device)
     chosen = resolve(backend, device)
     rows = []
-    for op, has_kernel in OPS.items():
+    for op in OPS:
         if backend == "torch":
             rows.append((op, "torch", "asked for"))
         elif chosen == "torch":
             rows.append((op, "torch", triton_unavailable(device) or "the CPU path"))
-        elif not has_kernel:
-            rows.append((op, "torch", "no kernel for this op yet"))
         else:
             rows.append((op, "triton", f"kernel for {device.type} tensors"))
     return rows

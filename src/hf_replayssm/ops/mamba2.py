@@ -17,11 +17,25 @@ p head_dim, n state, s buffer slots, t new tokens. dt is final everywhere (bias,
 from __future__ import annotations
 
 import torch
+from torch.nn import functional as F
+
+
+# Activations that the kernels apply behind the convolution.
+FUSED_ACTIVATIONS = ("silu", "swish")
 
 
 def accumulate_dtype(*tensors: torch.Tensor) -> torch.dtype:
     """float32, or float64 when an input already is: the dtype of every sum, whatever the activations are."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def final_dt(dt: torch.Tensor, dt_bias: torch.Tensor, dt_min: float, dt_max: float) -> torch.Tensor:
+    """
+    The one rule for dt, that of upstream's whole-sequence forward: bias, softplus, limit; in the accumulation dtype.
+    dt (b, t, h) as it leaves the projection, dt_bias (h,). (The kernels apply the same rule themselves.)
+    """
+    dtype = accumulate_dtype(dt)
+    return F.softplus(dt.to(dtype) + dt_bias.to(dtype)).clamp(dt_min, dt_max)
 
 
 def replay(
@@ -152,19 +166,73 @@ def mask_slots(
     )
 
 
-def replay_one_token_triton(
-    C: torch.Tensor,
-    x: torch.Tensor,
-    B: torch.Tensor,
+# The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
+# as they lie in memory, append to the buffers and flush in the same call, and read where the rows stand on the device:
+# `positions` (5, b) are `Segment.kernel_positions`. dt is raw; `dt_rule` are the further arguments of `final_dt`.
+
+
+def decode_triton(
+    positions: torch.Tensor,
+    xBC: torch.Tensor,
     dt: torch.Tensor,
+    conv_inputs: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     A: torch.Tensor,
     D: torch.Tensor,
     checkpoint: torch.Tensor,
-    end: torch.Tensor,
+    activation: str,
+    **dt_rule: torch.Tensor | float,
 ) -> torch.Tensor:
-    """[`replay`] of one token, as a Triton kernel. `end` (b,) is on the device and is not read on the host."""
-    from replayssm_kernels import replay_step
+    """
+    Convolution, append, output and flush of raw xBC (b, t, conv_dim) in one call. `activation` is one of
+    `FUSED_ACTIVATIONS`. Returns (b, t, h, p), float32.
+    """
+    from replayssm_kernels import mamba2_decode
 
-    batch, heads, _, head_dim = x.shape
-    out = torch.empty((batch, heads, head_dim), dtype=torch.float32, device=x.device)
-    return replay_step(checkpoint, x, B, dt, end, A, C[:, 0], D, out=out)[:, None]
+    return mamba2_decode(
+        positions,
+        xBC,
+        dt,
+        conv_inputs,
+        conv_weight,
+        conv_bias,
+        *buffers,
+        A,
+        D,
+        checkpoint,
+        activation=activation,
+        out_dtype=torch.float32,
+        **dt_rule,
+    )
+
+
+def step_triton(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    A: torch.Tensor,
+    D: torch.Tensor,
+    checkpoint: torch.Tensor,
+    **dt_rule: torch.Tensor | float,
+) -> torch.Tensor:
+    """[`decode_triton`] behind a convolution: x (b, t, h, p), B and C (b, t, g, n). Returns (b, t, h, p), float32."""
+    from replayssm_kernels import mamba2_step
+
+    return mamba2_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, out_dtype=torch.float32, **dt_rule)
+
+
+def fold_triton(
+    positions: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+) -> torch.Tensor:
+    """[`fold`] of as many tokens as `positions` say. Returns (b, h, p, n), float32; the checkpoint stays as it is."""
+    from replayssm_kernels import mamba2_fold
+
+    return mamba2_fold(positions, *buffers, A, checkpoint)

@@ -1,0 +1,178 @@
+"""A model with `backend="triton"` against the same with `backend="torch"`, and when which of them is taken.
+
+Without an accelerator the kernels run in triton's interpreter, which must be chosen before triton is imported: a plain
+run starts this file once more in a process of its own, with TRITON_INTERPRET=1. `test_gpu.py` does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import RTOL, assert_same_logits, copy_of, random_ids, relative_error, replay_layers, tiny_model
+from twins import Twins, eventful_session
+
+import hf_replayssm
+from hf_replayssm.ops import backend
+
+
+pytest.importorskip("triton")
+import replayssm_kernels
+
+
+INTERPRETED = replayssm_kernels.is_available("cpu")
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
+
+# Four heads in two groups, in one recurrent layer: the interpreter takes its time for each of them.
+SMALL = {
+    "mamba2": ("mamba2", dict(hidden_size=16, num_heads=4, head_dim=8, num_hidden_layers=1)),
+    "mamba2, another activation": (
+        "mamba2",
+        dict(hidden_size=16, num_heads=4, head_dim=8, num_hidden_layers=1, hidden_act="gelu", use_conv_bias=False),
+    ),
+    "bamba, a limit on dt": (
+        "bamba",
+        dict(
+            hidden_size=16,
+            mamba_n_heads=4,
+            mamba_d_head=8,
+            num_hidden_layers=2,
+            attn_layer_indices=[0],
+            time_step_limit=(0.05, 0.25),
+        ),
+    ),
+    "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, num_hidden_layers=1)),
+}
+
+
+def small_twins(name: str, **config) -> Twins:
+    """Of two rows: triton, then torch, then torch with a float32 checkpoint."""
+    family, overrides = SMALL[name]
+    model = hf_replayssm.enable(tiny_model(family, **overrides))
+    config = {"config": model.config, "buffer_len": 3, "max_window": 2} | config
+    triton, plain = (hf_replayssm.ReplayCache(**config, backend=backend) for backend in ("triton", "torch"))
+    exact = hf_replayssm.ReplayCache(**config | {"checkpoint_dtype": torch.float32}, backend="torch")
+    return Twins(*((model, cache) for cache in (triton, plain, exact)), batch=2)
+
+
+@interpreted
+@pytest.mark.parametrize("name", SMALL)
+def test_the_same_answers(name):
+    twins = small_twins(name)
+    eventful_session(twins)
+    triton, expected, _ = twins.all_logits()
+    assert_same_logits(triton, expected)
+    for ours, reference in zip(twins.states(0), twins.states(1)):
+        assert float((ours - reference).abs().max() / reference.abs().max()) <= RTOL
+    assert twins.caches[0].stats == twins.caches[1].stats
+
+
+@interpreted
+def test_a_low_precision_checkpoint():
+    """
+    As far from a float32 checkpoint as PyTorch's. (Not equal: where old tokens are folded first, PyTorch's output
+    comes from the rounded state, the kernel's from the state before.)
+    """
+    twins = small_twins("falcon_h1", checkpoint_dtype=torch.bfloat16)
+    eventful_session(twins)
+    assert {layer.checkpoint.dtype for layer in replay_layers(twins.caches[0])} == {torch.bfloat16}
+    triton, plain, exact = twins.all_logits()
+    # The interpreter cuts bfloat16 off where a device rounds it: twice the error. `test_gpu.py` asks for more.
+    assert 0 < (triton - exact).norm() < 2.5 * (plain - exact).norm()
+
+
+@interpreted
+@pytest.mark.parametrize(("name", "kernel"), [("mamba2", "decode"), ("mamba2, another activation", "step")])
+@torch.no_grad()
+def test_a_segment_is_one_call(name, kernel, monkeypatch):
+    """Whatever happens in it: no PyTorch op stands in for a flush, for masked tokens or for rows apart."""
+    calls = []
+    for op in ("decode", "step", "fold"):
+        function = getattr(replayssm_kernels, f"mamba2_{op}")
+        monkeypatch.setattr(
+            replayssm_kernels,
+            f"mamba2_{op}",
+            lambda *args, op=op, function=function, **kwargs: (calls.append(op), function(*args, **kwargs))[1],
+        )
+    layer_class = hf_replayssm.layers.ReplayLayer
+    for method in ("append", "flush", "_fold", "_write_checkpoint"):
+        monkeypatch.delattr(layer_class, method)
+    family, overrides = SMALL[name]
+    model = hf_replayssm.enable(tiny_model(family, **overrides), backend="triton")
+    cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=2, max_window=1, backend="triton")
+    mask = torch.tensor([[1, 1], [0, 1]])
+    cache.activate_past_recording()
+    for tokens in (1, 2, 3):
+        model(input_ids=random_ids(2, tokens), attention_mask=mask if tokens == 2 else None, cache=cache)
+    cache.crop(torch.tensor([-1, -2]))
+    cache.record_past = False
+    model(input_ids=random_ids(2, 1), cache=cache)  # flushes
+    assert cache.stats.checkpoint_writes > 0 and calls == [kernel] * 4
+    cache.get_recurrent_state(0)
+    assert calls[4:] == ["fold"]
+
+
+# ------------------------------------------------------------------------------------------------ which backend
+def test_auto_is_silent_where_pytorch_is_meant():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert backend.resolve("auto", torch.device("cpu")) == "torch"
+        assert backend.resolve("auto", torch.device("cuda"), [torch.bfloat16, torch.float64]) == "torch"
+        assert backend.resolve("torch", torch.device("cuda"), [torch.float64]) == "torch"
+        assert backend.resolve("auto", torch.device("cuda"), [torch.bfloat16, torch.float32]) == "triton"
+
+
+def test_triton_takes_no_float64():
+    with pytest.raises(ValueError, match="float64.*Use `backend='auto'`"):
+        backend.resolve("triton", torch.device("cuda"), [torch.float64])
+
+
+@pytest.mark.parametrize("what", ["activations", "checkpoint"])
+@torch.no_grad()
+def test_a_float64_model(what):
+    """`"triton"` refuses it before anything is changed; `"auto"` and `"torch"` take the PyTorch ops."""
+    model = hf_replayssm.enable(copy_of("bamba"))
+    if what == "activations":
+        model, checkpoint_dtype = model.double(), torch.float32
+    else:
+        checkpoint_dtype = torch.float64
+    ids = random_ids(2, 9)
+    config = {"config": model.config, "buffer_len": 3, "checkpoint_dtype": checkpoint_dtype}
+    cache = hf_replayssm.ReplayCache(**config, backend="triton")
+    with pytest.raises(ValueError, match="float64" if INTERPRETED else "float64|cpu"):
+        model(input_ids=ids, cache=cache)
+    assert cache.get_seq_length() == 0 and not cache.interrupted
+    expected = model(input_ids=ids, use_cache=False).logits
+    cache = hf_replayssm.ReplayCache(**config, backend="auto")
+    logits = torch.cat([model(input_ids=ids[:, t : t + 1], cache=cache).logits for t in range(9)], 1)
+    assert relative_error(logits, expected) <= RTOL
+    assert cache.get_recurrent_state(0).dtype == torch.float64
+
+
+def test_every_op_has_a_kernel():
+    rows = backend.explain("cuda")
+    assert [op for op, _, _ in rows] == list(backend.OPS)
+    assert {chosen for _, chosen, _ in rows} == {"triton"}
+    assert {chosen for _, chosen, _ in backend.explain("cpu")} == {"torch"}
+
+
+if not INTERPRETED:
+
+    @pytest.mark.timeout(600)
+    def test_in_the_interpreter():
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+        run = subprocess.run(
+            command,
+            env=env | {"TRITON_INTERPRET": "1"},
+            cwd=Path(__file__).parents[1],
+            capture_output=True,
+            text=True,
+        )
+        assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-2000:]
+        print(run.stdout.splitlines()[-1])
