@@ -87,7 +87,7 @@ class Job:
         return [
             dataclasses.replace(config, flush=tile, flush_programs=programs)
             for tile in self.tiles(FLUSH, "")
-            for programs in (4, 8, 16)
+            for programs in (4, 12)
         ]
 
     def all_candidates(self) -> list:
