@@ -4,9 +4,7 @@ fit, and copies from the Kernel Hub. See `test_mamba2.py` for how it is run.
 """
 
 import importlib.util
-import json
 import math
-import shutil
 import sys
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from cases import BF16, F16, F32, INTERPRETED, Layer, error, needs, on_gpu, run_
 import replayssm_kernels as kernels
 
 
-PACKAGE = Path(kernels.__file__).parent
+ROOT = Path(__file__).parents[2]
 BUFFERS = ("x_buffer", "B_buffer", "dt_buffer")
 
 
@@ -328,13 +326,11 @@ def test_other_layouts_are_taken_or_refused(layout, name, device):
 
 
 def hub_layout(folder: Path) -> Path:
-    """What `kernel-builder` makes of the source tree."""
-    variant = folder / "build" / "torch-universal"
-    shutil.copytree(PACKAGE, variant, ignore=shutil.ignore_patterns("__pycache__"))
-    metadata = {"id": "_replayssm_kernels_copy_0", "name": "replayssm-kernels", "version": 0, "license": "Apache-2.0",
-                "python-depends": [], "backend": {"type": "cpu"}}  # fmt: skip
-    (variant / "metadata.json").write_text(json.dumps(metadata))
-    return variant
+    """As scripts/build_kernel_hub.py makes it."""
+    spec = importlib.util.spec_from_file_location("build_kernel_hub", ROOT / "scripts" / "build_kernel_hub.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script.build(folder, backend="cpu")
 
 
 def assert_two_copies_agree(copy_of_package, device):
