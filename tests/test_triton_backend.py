@@ -117,6 +117,24 @@ def test_a_segment_is_one_call(name, kernel, monkeypatch):
     assert calls[4:] == ["fold"]
 
 
+@interpreted
+@pytest.mark.parametrize("name", ["mamba2", "mamba2, another activation"])
+@torch.no_grad()
+def test_autocast_changes_the_dtype_on_the_way(name):
+    """The buffers keep the dtype of the first forward; activations of another one are cast to it."""
+    family, overrides = SMALL[name]
+    model = hf_replayssm.enable(tiny_model(family, **overrides))
+    ids, logits = random_ids(2, 9), {}
+    for kind in ("triton", "torch"):
+        cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=3, backend=kind)
+        model(input_ids=ids[:, :4], cache=cache)
+        with torch.autocast("cpu", torch.bfloat16):
+            steps = [model(input_ids=ids[:, i : i + 1], cache=cache).logits for i in range(4, 8)]
+        logits[kind] = torch.cat([*steps, model(input_ids=ids[:, 8:], cache=cache).logits], 1).float()
+        assert replay_layers(cache)[0].inputs.x.dtype == torch.float32
+    assert relative_error(logits["triton"], logits["torch"]) < 0.05
+
+
 # ------------------------------------------------------------------------------------------------ which backend
 def test_auto_is_silent_where_pytorch_is_meant():
     with warnings.catch_warnings():

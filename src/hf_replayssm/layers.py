@@ -156,6 +156,7 @@ class ReplayLayer(LinearAttentionLayer):
         self._reserve_conv(xBC, weight.shape[1])
         self._reserve_state(xBC, heads, groups, A)
         positions, buffers = segment.kernel_positions(xBC.device), self.inputs.tensors()
+        xBC = xBC.to(self.conv_inputs.dtype)  # that of the first forward; autocast may give another one later
         conv = self.conv_inputs, weight, bias
         return mamba2.decode_triton(
             positions, xBC, dt, *conv, buffers, A, D, self.checkpoint, activation=activation, **dt_rule
@@ -175,6 +176,7 @@ class ReplayLayer(LinearAttentionLayer):
         """[`decode`] behind `convolve`: x (b, t, h, p), B and C (b, t, g, n), raw dt -> (b, t, h, p)."""
         self._reserve_state(x, x.shape[2:], B.shape[2:], A)
         positions, buffers = segment.kernel_positions(x.device), self.inputs.tensors()
+        x, B, C = (tensor.to(self.inputs.x.dtype) for tensor in (x, B, C))  # see `decode`
         return mamba2.step_triton(positions, x, B, C, dt, buffers, A, D, self.checkpoint, **dt_rule)
 
     def convolve(
