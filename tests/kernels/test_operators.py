@@ -325,6 +325,18 @@ def test_other_layouts_are_taken_or_refused(layout, name, device):
 # Copies of the package in one process.
 
 
+@pytest.mark.parametrize("content", [None, "no JSON", '[{"tokens": 1}]', '[{"config": {"tile": {"rows": 1}}}]'])
+def test_a_table_that_cannot_be_read(content, tmp_path, monkeypatch):
+    from replayssm_kernels import _configs
+
+    path = tmp_path / "table.json"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("REPLAYSSM_KERNEL_CONFIGS", str(path))
+    with pytest.raises(ValueError, match="REPLAYSSM_KERNEL_CONFIGS.*tune_kernels"):
+        _configs._table.__wrapped__()
+
+
 def hub_layout(folder: Path) -> Path:
     """As scripts/build_kernel_hub.py makes it."""
     spec = importlib.util.spec_from_file_location("build_kernel_hub", ROOT / "scripts" / "build_kernel_hub.py")

@@ -316,7 +316,7 @@ def made_up() -> dict:
                 **case(batch=batch, geometry=bk.GEOMETRIES[geometry]).row(), "buffer_len": 16,
                 "replay": {"cycle": figure(cycle, 0.93), "nonflush": figure(0.95 * cycle), "flush": figure(2 * cycle)},
                 "classic": figure(classic), "buffer_len_1": figure(1.7 * cycle), "fold": figure(1.9 * cycle),
-                "variants": {"fused": figure(cycle), "apart": {"unsupported": "no"}}, "errors": {}, "wrong": [],
+                "variants": {"fused": figure(cycle), "apart": figure(cycle)}, "errors": {}, "wrong": [],
             }  # fmt: skip
             steps.append({**row, "ratios": bk.step_ratios(row)})
     many = case(batch=128).row()

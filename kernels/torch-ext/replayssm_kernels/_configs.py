@@ -96,10 +96,15 @@ def _default(heads: int, head_dim: int, state: int) -> Config:
 
 @functools.cache
 def _table() -> list[dict]:
-    path = os.environ.get("REPLAYSSM_KERNEL_CONFIGS") or Path(__file__).with_name("configs.json")
-    return [
-        {**entry, "config": _config_of(entry["config"])} for entry in json.loads(Path(path).read_text(encoding="utf-8"))
-    ]
+    path = Path(os.environ.get("REPLAYSSM_KERNEL_CONFIGS") or Path(__file__).with_name("configs.json"))
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+        return [{**entry, "config": _config_of(entry["config"])} for entry in entries]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no table of launch configurations ({type(error).__name__}: {error}). Unset "
+            "REPLAYSSM_KERNEL_CONFIGS, or make one with scripts/tune_kernels.py."
+        ) from error
 
 
 def _config_of(fields: dict) -> Config:

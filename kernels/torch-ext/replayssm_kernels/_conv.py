@@ -105,12 +105,12 @@ def record(
     channel_ok,
     CHANNELS: tl.constexpr,
     RING: tl.constexpr,
-    OVERLAP: tl.constexpr,  # whether new tokens may take the slots of history that `convolve` has just read
+    REUSES_SLOTS: tl.constexpr,  # whether new tokens may take the slots of history that `convolve` has just read
 ):
     """Takes the raw inputs up into the ring (the newest RING of them). To be called after `convolve`."""
     keep = ((t < count) & (t >= count - RING))[:, None] & channel_ok[None, :]
     raw = tl.load(new_ptr + t[:, None] * new_stride + channel[None, :], mask=keep, other=0.0)
-    if OVERLAP:
+    if REUSES_SLOTS:
         tl.debug_barrier()
     slot = (seen + t) % RING
     tl.store(ring_ptr + slot[:, None] * CHANNELS + channel[None, :], raw.to(ring_ptr.dtype.element_ty), mask=keep)
@@ -134,7 +134,7 @@ def _causal_conv_kernel(
     K: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    REUSES_SLOTS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -148,7 +148,7 @@ def _causal_conv_kernel(
     t = t0 + tl.arange(0, BLOCK_T)
     out = convolve(row_ptr, stride_t, row_ring_ptr, weight_ptr, bias_ptr, seen, count, t, channel, ok,
                    CHANNELS, RING, K, HAS_BIAS, SILU, BLOCK_T, BLOCK_C)  # fmt: skip
-    record(row_ptr, stride_t, row_ring_ptr, seen, count, t, channel, ok, CHANNELS, RING, OVERLAP)
+    record(row_ptr, stride_t, row_ring_ptr, seen, count, t, channel, ok, CHANNELS, RING, REUSES_SLOTS)
     tl.store(
         out_ptr + b * (T * CHANNELS) + t[:, None] * CHANNELS + channel[None, :],
         out.to(out_ptr.dtype.element_ty),
@@ -224,7 +224,7 @@ def _conv(
             _causal_conv_kernel[(triton.cdiv(channels, block_c), batch)](
                 positions, inputs, conv_inputs, weight.contiguous(), positions if bias is None else bias, out, batch,
                 inputs.stride(0), inputs.stride(1), tokens, t0, CHANNELS=channels, RING=ring, K=kernel,
-                HAS_BIAS=bias is not None, SILU=silu, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t,
+                HAS_BIAS=bias is not None, SILU=silu, REUSES_SLOTS=ring < kernel - 1 + tokens, BLOCK_T=block_t,
                 BLOCK_C=block_c, num_warps=max(1, min(4, block_t * block_c // 256)),
             )  # fmt: skip
     return out

@@ -65,7 +65,7 @@ def _append_kernel(
     K: tl.constexpr,
     HAS_CONV_BIAS: tl.constexpr,
     SILU: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    REUSES_SLOTS: tl.constexpr,
     HAS_DT_BIAS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -96,7 +96,7 @@ def _append_kernel(
         if CONV:
             x = convolve(new_ptr, x_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, channel, ok,
                          CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_C)  # fmt: skip
-            record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, channel, ok, CHANNELS, RING, OVERLAP)
+            record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, channel, ok, CHANNELS, RING, REUSES_SLOTS)
         else:
             x = tl.load(
                 new_ptr + t[:, None] * x_stride_t + (h * x_stride_h + p)[None, :],
@@ -125,8 +125,8 @@ def _append_kernel(
                      CHANNELS, RING, K, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_N).to(dtype)  # fmt: skip
         B = tl.where(n_ok[None, :], B, 0.0)
         C = tl.where(n_ok[None, :], C, 0.0)
-        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, b_channel, n_ok, CHANNELS, RING, OVERLAP)
-        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, c_channel, n_ok, CHANNELS, RING, OVERLAP)
+        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, b_channel, n_ok, CHANNELS, RING, REUSES_SLOTS)
+        record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, c_channel, n_ok, CHANNELS, RING, REUSES_SLOTS)
         tl.store(
             c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
             C,
@@ -249,17 +249,7 @@ def _step_kernel(
     # The state first: what follows goes on while it is under way.
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = ()
-    for part in tl.static_range(PARTS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        state = state + (
-            tl.load(
-                head_state_ptr + p[:, None] * N + n[None, :],
-                mask=p_ok[:, None] & (n < N)[None, :],
-                other=0.0,
-                eviction_policy=EVICT,
-            ),
-        )
+    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
@@ -377,6 +367,18 @@ def _step_kernel(
             else:
                 _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
                       p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _load_state(head_state_ptr, p, P: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr):
+    """Rows p of one head's state (P, N), as a tuple of (BLOCK_P, COLUMNS) parts."""
+    state = ()
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        ok = (p < P)[:, None] & (n < N)[None, :]
+        at = head_state_ptr + p[:, None] * N + n[None, :]
+        state = state + (tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT),)
+    return state
 
 
 @triton.jit
@@ -546,17 +548,7 @@ def _window_kernel(
 
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = ()
-    for part in tl.static_range(PARTS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        state = state + (
-            tl.load(
-                head_state_ptr + p[:, None] * N + n[None, :],
-                mask=p_ok[:, None] & (n < N)[None, :],
-                other=0.0,
-                eviction_policy=EVICT,
-            ),
-        )
+    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
@@ -680,11 +672,7 @@ def _fold_kernel(
             p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
             p_ok = p < P
             head = (b * H + h) * (P * N)
-            state = ()
-            for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
-                n = part * COLUMNS + tl.arange(0, COLUMNS)
-                ok = p_ok[:, None] & (n < N)[None, :]
-                state = state + (tl.load(checkpoint_ptr + head + p[:, None] * N + n[None, :], mask=ok, other=0.0),)
+            state = _load_state(checkpoint_ptr + head, p, P, N, COLUMNS, "")
             x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
             dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
             j = tl.arange(0, BLOCK_J)

@@ -19,8 +19,8 @@ ROWS = 5
 @triton.jit
 def row_positions(positions_ptr, b, batch, slots: tl.constexpr):
     """
-    (first, held, count, fold) of row b. Tokens that find no slot are dropped and no more is folded than there is: wrong
-    numbers give wrong results then, not writes to foreign memory.
+    (first, held, count, fold) of row b, FIRST and HELD being within the buffer. Tokens that find no slot are dropped
+    and no more is folded than there is: a wrong COUNT or FOLD gives wrong results, not writes to foreign memory.
     """
     row = positions_ptr + b
     held = tl.load(row + 2 * batch)

@@ -305,7 +305,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                     b_stride_b=b_strides[0], b_stride_t=b_strides[1], b_stride_g=b_strides[2],
                     c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
                     dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
-                    T=tokens, t0=t0, OVERLAP=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16,
+                    T=tokens, t0=t0, REUSES_SLOTS=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16,
                     BLOCK_C=block_c, BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n,
                     STARTS=overlaps, **sizes, **variant,
                     num_warps=config.append_warps if tokens == 1 else 4,
