@@ -192,7 +192,7 @@ class Layer:
         # As given; behind a convolution up to rounding in float32. (On a GPU, two kernels may round a number that lies
         # between two 16-bit ones differently.)
         twice_rounded = bool(self.conv) and self.dtype != F32 and self.device.type != "cpu"
-        share = 1e-6 if self.conv else 0.0
+        share = 3e-6 if self.conv else 0.0
         slack = torch.finfo(self.dtype).eps if twice_rounded else share
         for buffered, wanted, relative, absolute in zip(got, (x, B, dt), (slack, slack, 1e-6), (share, share, 0.0)):
             mask = ~real.view(*real.shape, *[1] * (wanted.dim() - 2))
@@ -224,10 +224,15 @@ class Layer:
         self.check_writes(before, arguments, self.per_row(0), fold)
         self.folded(fold)
 
+    def croppable(self):
+        """How many of each row's newest tokens can be taken back: raw inputs for a convolution must be left behind."""
+        left = (~self.history[..., 0].isnan()).sum(1) - (self.conv - 1)
+        return torch.minimum(left, self.seen)
+
     def crop(self, tokens):
         """Takes back the newest tokens of each row."""
         tokens = self.per_row(tokens)
-        assert bool((tokens <= self.held).all()) and (not self.conv or int(tokens.max()) <= self.reach)
+        assert bool((tokens <= self.held).all()) and (not self.conv or bool((tokens <= self.croppable()).all()))
         self.held, self.seen = self.held - tokens, self.seen - tokens
         if self.conv:
             older = torch.arange(self.history.shape[1], device=self.device) - tokens[:, None]
@@ -344,10 +349,11 @@ def bar(layer, tokens):
     return 1e-6 if tokens == 1 or layer.dtype == F32 else 3e-5
 
 
-def play(layer, lengths, *, seed=0, fused=(None,), flushes=0.5):
+def play(layer, lengths, *, seed=0, fused=(None,), flushes=0.5, slack=1):
     """
     Calls with windows of the given lengths, checked one by one and at the end. In each, some rows take all tokens and
-    others a part or none, and some fold all, a part or none; a row whose buffer is full folds at least one.
+    others a part or none, and some fold all, a part or none; a row whose buffer is full folds at least one. `slack`
+    multiplies the bars, where a slow decay lets a state remember the roundings of thousands of tokens.
     """
     random = torch.Generator().manual_seed(seed)
     batch, slots = layer.shape[0], layer.shape[-1]
@@ -361,5 +367,5 @@ def play(layer, lengths, *, seed=0, fused=(None,), flushes=0.5):
         fold = torch.where(total == slots, torch.where(fold > 0, fold, total), fold)
         how = fused[call % len(fused)] if tokens == 1 else None
         y, expected = layer.advance(tokens, count.to(layer.device), fold.to(layer.device), fused=how)
-        assert error(y, expected) <= bar(layer, tokens), f"call {call}: {error(y, expected):.1e}"
-    assert error(*layer.whole_state()) <= 1e-6, f"state: {error(*layer.whole_state()):.1e}"
+        assert error(y, expected) <= slack * bar(layer, tokens), f"call {call}: {error(y, expected):.1e}"
+    assert error(*layer.whole_state()) <= slack * 1e-6, f"state: {error(*layer.whole_state()):.1e}"

@@ -256,7 +256,7 @@ def test_errors_do_not_grow(dtype, device):
     calls = 5000 if device != "cpu" else 60
     random = torch.Generator().manual_seed(1)
     lengths = [1 if i % 3 else 1 + int(torch.randint(4, (), generator=random)) for i in range(calls)]
-    play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1)
+    play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1, slack=3)
     ours = error(layer.whole_state()[0], layer.state)
     assert ours <= 2 * error(loop.state.double(), layer.state), ours
 
@@ -277,7 +277,7 @@ def test_random_sequences_with_crops(seed, device):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
         assert error(y, expected) <= bar(layer, tokens)
-        layer.crop(draw(torch.minimum(layer.held, layer.seen).clamp(max=min(tokens, layer.reach))))
+        layer.crop(draw(torch.minimum(layer.held, layer.croppable())))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold, fused=[None, True, False][i % 3])
         assert error(y, expected) <= 1e-6
@@ -307,13 +307,15 @@ def test_offsets_beyond_32_bits(tokens, device):
     call = lambda positions, xBC, dt, conv_inputs, x, B, times, state: kernels.mamba2_decode(  # noqa: E731
         positions, xBC, dt, conv_inputs, weight, None, x, B, times, A, D, state, dt_bias=bias, fused=False
     )
+    close = lambda ours, expected: error(ours.double(), expected.double()) < 2e-3  # noqa: E731 (other tiles, other sums)
     y = call(positions, xBC, dt, conv_inputs, *owned, checkpoint)[rows]
-    assert same_bits(y, call(positions[:, rows].contiguous(), *few))
-    assert all(same_bits(a[rows], b) for a, b in zip([conv_inputs, *owned, checkpoint], few[2:]))
+    assert close(y, call(positions[:, rows].contiguous(), *few))
+    assert all(same_bits(a[rows], b) for a, b in zip([conv_inputs, *owned[:2]], few[2:]))
+    assert close(owned[2][rows], few[5]) and close(checkpoint[rows], few[6])
     positions[2:4] = 0
     state = kernels.mamba2_fold(positions[:, -4:].contiguous(), *[v[-4:] for v in owned], A, checkpoint[-4:])
     kernels.mamba2_fold(positions, *owned, A, checkpoint, inplace=True)
-    assert same_bits(checkpoint[-4:], state.bfloat16())
+    assert close(checkpoint[-4:], state)
 
 
 @needs

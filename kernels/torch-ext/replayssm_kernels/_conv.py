@@ -24,7 +24,7 @@ PIECE = 32  # tokens of a window that are handled at a time
 
 @triton.jit
 def _taps(weight_ptr, channel, channel_ok, K: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The K taps of each channel as a tuple of (BLOCK_C,)."""
+    """The K taps of each channel (and zeros up to the fourth) as a tuple of (BLOCK_C,)."""
     if K <= 4:
         # A channel's taps lie next to each other: one load for all of them, then they are taken apart.
         k = tl.arange(0, 4)
@@ -34,10 +34,11 @@ def _taps(weight_ptr, channel, channel_ok, K: tl.constexpr, BLOCK_C: tl.constexp
         even, odd = tl.split(tl.reshape(taps, (BLOCK_C, 2, 2)))
         zeroth, second = tl.split(even)
         first, third = tl.split(odd)
-        return (zeroth, first, second, third)
-    taps = ()
-    for k in tl.static_range(K):
-        taps = taps + (tl.load(weight_ptr + channel * K + k, mask=channel_ok, other=0.0),)
+        taps = (zeroth, first, second, third)
+    else:  # (one `return` below: triton wants the same type from all of them, whichever branch is compiled)
+        taps = ()
+        for k in tl.static_range(K):
+            taps = taps + (tl.load(weight_ptr + channel * K + k, mask=channel_ok, other=0.0),)
     return taps
 
 
