@@ -22,8 +22,9 @@ import torch
 from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 
 
-HOT = [(32, 1, 64), (16, 1, 32), (32, 2, 32), (64, 2, 32), (64, 4, 64)]  # block_p, warps, columns, for a state of 128
-FLUSH = [(64, 2, 128), (32, 1, 128), (64, 4, 64), (32, 2, 64)]
+# block_p, warps, columns, for a state of 128
+HOT = [(32, 1, 32), (32, 1, 64), (16, 1, 32), (32, 2, 32), (32, 2, 64), (64, 2, 32), (64, 4, 32), (64, 4, 64)]
+FLUSH = [(64, 2, 32), (32, 1, 32), (64, 4, 64), (32, 2, 64)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +38,11 @@ class Job:
         """A call with the buffer half full, and one that flushes."""
         if self.tokens == 1:
             return {"plain": Step(64, 0, 8, 1, 0), "flush": Step(64, 0, 15, 1, 16)}
-        return {"plain": Step(64, 0, 16, self.tokens, 0), "flush": Step(64, 0, 24, self.tokens, 24 - self.tokens)}
+        return {"plain": Step(64, 0, 24, self.tokens, 0), "flush": Step(64, 0, 40, self.tokens, 32)}
 
     @property
     def slots(self) -> int:
-        return 16 if self.tokens == 1 else 40
+        return 16 if self.tokens == 1 else 64
 
     @property
     def cycle(self) -> int:
@@ -55,8 +56,9 @@ class Job:
         from replayssm_kernels._configs import Tile, _fit
 
         geometry = self.case.geometry
-        found = [_fit(Tile(*size, evict), geometry.head_dim, geometry.state, tuned_for=128) for size in sizes]
-        return list(dict.fromkeys(found))
+        slots = (16,) if self.tokens == 1 else (16, 32)
+        tiles = [Tile(*size, evict, n) for size in sizes for n in slots]
+        return list(dict.fromkeys(_fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles))
 
     def together(self) -> list:
         """Configurations in which the rows that flush go with the others."""
@@ -169,7 +171,7 @@ def main() -> None:
         for name, checkpoint, tokens, batch in itertools.product(
             args.geometry, args.checkpoint, args.tokens, args.batch
         )
-        if tokens == 1 or batch in (8, 128)
+        if tokens == 1 or batch > 1
     ]
     began = time.time()
     unique = {
@@ -234,7 +236,7 @@ def fields(config) -> dict:
 
 
 def show(config) -> str:
-    tile = lambda t: f"{t.block_p}x{t.columns} w{t.warps}{' ' + t.evict if t.evict else ''}"  # noqa: E731
+    tile = lambda t: f"{t.block_p}x{t.columns} w{t.warps} j{t.slots}{' ' + t.evict if t.evict else ''}"  # noqa: E731
     if config.flush is None:
         how = "fused" if config.fused else "overlap" if config.overlap else ""
         return f"{tile(config.tile)} {how} append {config.append_block} w{config.append_warps}"

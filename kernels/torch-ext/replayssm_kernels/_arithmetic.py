@@ -89,23 +89,34 @@ def dot_float32_by_16bit(a, b, acc, TERMS: tl.constexpr):
 
 
 @triton.jit
-def dot_by_state(c, state, acc):
+def dot_16bit_by_float32(a, b, acc):
+    """acc + a @ b for an output: an activation by float32 `b` as two bfloat16 terms (a relative error of 1e-5)."""
+    if a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    high, b_high = leading_bits(b)
+    low = (b - b_high).to(tl.bfloat16)
+    if a.dtype == tl.bfloat16:
+        acc = dot_16bit(a, low, acc)
+        return dot_16bit(a, high, acc)
+    a_high, a_leading = leading_bits(a.to(tl.float32))
+    a_low = (a.to(tl.float32) - a_leading).to(tl.bfloat16)
+    acc = dot_16bit(a_high, low, acc)
+    acc = dot_16bit(a_low, high, acc)
+    return dot_16bit(a_high, high, acc)
+
+
+@triton.jit
+def state_by_16bit(state, c, acc):
     """
-    acc + c @ state^T for an output, c (T, N) an activation, state (P, N): a 16-bit state exactly, a float32 one as two
-    bfloat16 terms (or in float32, if `c` is).
+    acc + state @ c for an output, `c` an activation: a 16-bit state exactly, a float32 one as two bfloat16 terms (or in
+    float32, if `c` is).
     """
     if c.dtype == tl.float32:
-        return tl.dot(c, tl.trans(state.to(tl.float32)), acc, input_precision="ieee")
+        return tl.dot(state.to(tl.float32), c, acc, input_precision="ieee")
     if state.dtype == c.dtype:
-        return dot_16bit(c, tl.trans(state), acc)
-    high, state_high = leading_bits(state.to(tl.float32))
-    low = (state.to(tl.float32) - state_high).to(tl.bfloat16)  # zero, and unused, for a bfloat16 state
-    if c.dtype == tl.bfloat16:
-        acc = dot_16bit(c, tl.trans(low), acc)
-        return dot_16bit(c, tl.trans(high), acc)
-    c_high, c_leading = leading_bits(c.to(tl.float32))
-    c_low = (c.to(tl.float32) - c_leading).to(tl.bfloat16)
-    acc = dot_16bit(c_low, tl.trans(high), acc)
-    if state.dtype != tl.bfloat16:
-        acc = dot_16bit(c_high, tl.trans(low), acc)
-    return dot_16bit(c_high, tl.trans(high), acc)
+        return dot_16bit(state, c, acc)
+    if state.dtype == tl.bfloat16:  # and c is float16, the sum of two bfloat16 numbers
+        c_high, c_leading = leading_bits(c.to(tl.float32))
+        acc = dot_16bit(state, (c.to(tl.float32) - c_leading).to(tl.bfloat16), acc)
+        return dot_16bit(state, c_high, acc)
+    return dot_float32_by_16bit(state.to(tl.float32), c, acc, 2)

@@ -26,6 +26,7 @@ class Tile:
     warps: int
     columns: int  # of the state in one piece of registers
     evict: str = ""  # eviction policy of the state's loads
+    slots: int = 64  # of the buffer at a time, a power of two >= 16
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Config:
     append_warps: int = 1
 
 
-MOST_SLOTS = 64  # of the buffer at a time; where that spans it, a flush needs no second look at it
 OVERRIDE: Config | None = None  # for tuning
 
 

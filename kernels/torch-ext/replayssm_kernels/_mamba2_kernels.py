@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, dot_by_state, dot_float32_by_16bit, final_dt
+from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, final_dt, state_by_16bit
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
@@ -178,10 +178,12 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     """(BLOCK_T, N) and (J, N) -> (BLOCK_T, J) float32: C_t . B_j."""
     if BLOCK_T == 1:
         return tl.sum(B.to(tl.float32) * C.to(tl.float32), axis=1)[None, :]
-    acc = tl.zeros((BLOCK_T, B.shape[0]), tl.float32)
+    acc = tl.zeros((B.shape[0], BLOCK_T), tl.float32)
     if C.dtype == tl.float32:
-        return tl.dot(C, tl.trans(B), acc, input_precision="ieee")
-    return dot_16bit(C, tl.trans(B), acc)
+        acc = tl.dot(B, tl.trans(C), acc, input_precision="ieee")
+    else:
+        acc = dot_16bit(B, tl.trans(C), acc)
+    return tl.trans(acc)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -258,14 +260,12 @@ def _step_kernel(
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
 
     C = ()  # in parts, as the state
-    B_new = ()
     if FUSED:
-        # How much of the new token this program appends: x of its own rows; dt, if it is the first of its head; B and
-        # raw inputs of B and C, if it is the first of its group. What others append it takes from registers.
+        # Every program of a group appends the group's part of the new token, all of them the same: what a program needs
+        # of it for a flush it has written itself, and none waits for another.
         new_slot = ring_slot(first, held, SLOTS)
         new_p_ok = p < tl.where(count > 0, P, 0)
         N_if_new = tl.where(count > 0, N, 0)
-        N_if_leader = tl.where((tile % (P_BLOCKS * HEADS_PER_GROUP)) == 0, N_if_new, 0)
         dt_new = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
         if HAS_DT_BIAS:
             dt_new = final_dt(dt_new, tl.load(dt_bias_ptr + h).to(tl.float32), dt_low, dt_high)
@@ -287,9 +287,8 @@ def _step_kernel(
             x_new = tl.load(new_ptr + h * x_stride_h + p, mask=new_p_ok, other=0.0).to(dtype)
         tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x_new, mask=new_p_ok)
         x_new = x_new.to(tl.float32)
-        if tile % P_BLOCKS == 0:
-            if count > 0:
-                tl.store(dt_row_ptr + new_slot, dt_new)
+        if count > 0:
+            tl.store(dt_row_ptr + new_slot, dt_new)
         B_by_C = tl.zeros((COLUMNS,), tl.float32)
         for part in tl.static_range(PARTS):
             n = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -304,16 +303,15 @@ def _step_kernel(
                     new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, c_channel, n < N,
                     CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
                 ).to(dtype), (COLUMNS,))  # fmt: skip
-                record(new_ptr, 0, row_ring_ptr, seen, count, t, b_channel, n < N_if_leader, CHANNELS, RING, False)
-                record(new_ptr, 0, row_ring_ptr, seen, count, t, c_channel, n < N_if_leader, CHANNELS, RING, False)
+                record(new_ptr, 0, row_ring_ptr, seen, count, t, b_channel, n < N_if_new, CHANNELS, RING, False)
+                record(new_ptr, 0, row_ring_ptr, seen, count, t, c_channel, n < N_if_new, CHANNELS, RING, False)
             else:
                 B_part = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=n < N_if_new, other=0.0).to(dtype)
                 C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N_if_new, other=0.0)
-            tl.store(b_group_ptr + new_slot * N + n, B_part, mask=n < N_if_leader)
+            tl.store(b_group_ptr + new_slot * N + n, B_part, mask=n < N_if_new)
             B_part = tl.where(n < N, B_part.to(tl.float32), 0.0)
             C_part = tl.where(n < N, C_part.to(tl.float32), 0.0)
             B_by_C += B_part * C_part
-            B_new = B_new + (B_part,)
             C = C + (C_part,)
         end = held  # places in the buffer that are read from it
         y_inputs = dt_new * tl.sum(B_by_C, axis=0) * x_new
@@ -335,7 +333,7 @@ def _step_kernel(
         D = tl.load(d_ptr + h).to(tl.float32)
     row_scores_ptr = scores_ptr + (b * G + g) * SLOTS
     if SLOTS <= BLOCK_J:
-        y_old, after_all, x, dt = _output_block(
+        y_old, after_all = _output_block(
             j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
             P, N, SLOTS, FUSED, BLOCK_J, COLUMNS,
         )  # fmt: skip
@@ -343,13 +341,11 @@ def _step_kernel(
     else:
         blocks = (end + BLOCK_J - 1) // BLOCK_J
         for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
-            y_old, after_all, _, _ = _output_block(
+            y_old, after_all = _output_block(
                 (blocks - 1 - block) * BLOCK_J + j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr,
                 row_scores_ptr, p_ok, P, N, SLOTS, FUSED, BLOCK_J, COLUMNS,
             )  # fmt: skip
             y_inputs += y_old
-        x = 0
-        dt = 0
 
     # Parts are added before lanes are: few shuffles.
     products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
@@ -359,14 +355,12 @@ def _step_kernel(
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
 
     if FLUSH:
-        if fold > 0:
-            if FUSED:
-                _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, tl.minimum(fold, held),
-                      first, A, p, x_new, tl.where(fold > held, dt_new, 0.0), B_new, True, P, N, SLOTS, BLOCK_P,
-                      BLOCK_J, COLUMNS)  # fmt: skip
-            else:
-                _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
-                      p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+        if FUSED:
+            tl.debug_barrier()  # the token that was just appended may be folded, too
+        _fold(
+            head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+            tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -406,7 +400,7 @@ def _output_block(
 ):  # fmt: skip
     """
     What the tokens at some places of the buffer add to the output of the token at hand: (BLOCK_P,), when `after_all`
-    has passed since the newest of them. Also `after_all` with their own time, and their x and dt.
+    has passed since the newest of them. Also `after_all` with their own time.
     """
     slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
     used = place < end
@@ -422,16 +416,13 @@ def _output_block(
     after = _time_behind(dt) + after_all
     weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
     weight += tl.where(place == end - 1, D, 0.0)  # with FUSED, D x is already in the output
-    return tl.sum(weight[:, None] * x.to(tl.float32), axis=0), after_all + tl.sum(dt, axis=0), x, dt
+    return tl.sum(weight[:, None] * x.to(tl.float32), axis=0), after_all + tl.sum(dt, axis=0)
 
 
 @triton.jit
 def _fold(
-    state,  # of the head, rows p: (BLOCK_P, COLUMNS) for each part of the columns
-    out_ptr,  # of the head: (P, N)
-    x,  # (BLOCK_J, BLOCK_P) and
-    dt,  # (BLOCK_J,): all places of the buffer, where BLOCK_J spans them; unused otherwise
-    j,
+    head_state_ptr,  # (P, N)
+    out_ptr,  # the same, or float32 elsewhere
     x_row_ptr,  # of the head, (SLOTS, P) at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
@@ -439,10 +430,7 @@ def _fold(
     first,
     A,
     p,
-    x_new,  # (BLOCK_P,) float32 with HAS_NEW: a token behind the `count` in the buffer that is folded as well,
-    dt_new,  # unless this is zero
-    B_new,  # (COLUMNS,) float32 for each part
-    HAS_NEW: tl.constexpr,
+    parts,  # how many parts of the columns: all, or none
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -451,43 +439,37 @@ def _fold(
     COLUMNS: tl.constexpr,
 ):
     """
-    Stores the state after the `count` oldest places of the buffer, one part of its columns after the other, so that few
-    registers are held beside the state's own.
+    Stores the state after the `count` oldest places of the buffer: a loop over parts of its columns, each of which is
+    read (again: from a cache, where the output has just read it), so that a kernel that can flush needs no more
+    registers than one that can't.
     """
-    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     p_ok = p < P
-    after_new = dt_new if HAS_NEW else 0.0
-    blocks = (count + BLOCK_J - 1) // BLOCK_J
-    B = ()
+    j = tl.arange(0, BLOCK_J)
     if SLOTS <= BLOCK_J:
-        slot = ring_slot(first, tl.where(j < count, j, 0), SLOTS)
-        for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            ok = (j < count)[:, None] & (n < N)[None, :]
-            B = B + (tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0),)
-        weighted, time = _weighted_inputs(j, count, x, dt, A, after_new)
-    for part in tl.static_range(PARTS):
+        slot, x, dt = _buffered(j, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+        weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
+    for part in range(parts):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
+        ok = p_ok[:, None] & (n < N)[None, :]
+        at = p[:, None] * N + n[None, :]
+        state = tl.load(head_state_ptr + at, mask=ok, other=0.0)
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
         if SLOTS <= BLOCK_J:
-            inputs = dot_float32_by_16bit(weighted, B[part], inputs, 3)
+            b_ok = (j < count)[:, None] & (n < N)[None, :]
+            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
+            inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
         else:
-            time = after_new + tl.zeros((), tl.float32)
+            time = tl.zeros((), tl.float32)
+            blocks = (count + BLOCK_J - 1) // BLOCK_J
             for block in range(blocks):
                 place = (blocks - 1 - block) * BLOCK_J + j
-                slot, x_block, dt_block = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-                weighted, time = _weighted_inputs(place, count, x_block, dt_block, A, time)
-                ok = (place < count)[:, None] & (n < N)[None, :]
-                B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
-                inputs = dot_float32_by_16bit(weighted, B_block, inputs, 3)
-        folded = tl.exp(tl.minimum(A * time, 0.0)) * state[part].to(tl.float32) + inputs
-        if HAS_NEW:
-            folded += (dt_new * x_new)[:, None] * B_new[part][None, :]
-        tl.store(
-            out_ptr + p[:, None] * N + n[None, :],
-            folded.to(out_ptr.dtype.element_ty),
-            mask=p_ok[:, None] & (n < N)[None, :],
-        )
+                slot, x, dt = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+                weighted, time = _weighted_inputs(place, count, x, dt, A, time)
+                b_ok = (place < count)[:, None] & (n < N)[None, :]
+                B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
+                inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+        folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
+        tl.store(out_ptr + at, folded.to(out_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -531,7 +513,10 @@ def _window_kernel(
     STARTS: tl.constexpr,  # the next launch early
     FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
 ):  # fmt: skip
-    """A piece of a window, one tile: BLOCK_P rows of the state of one head."""
+    """
+    A piece of a window, one tile: BLOCK_P rows of the state of one head. All products are (BLOCK_P, .) times (., T): a
+    matrix unit takes eight tokens at a time on that side, and no fewer than sixteen on the other.
+    """
     if STARTS:
         may_start_next()
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
@@ -546,6 +531,7 @@ def _window_kernel(
     p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_ok = p < P
 
+    # The state first: what follows goes on while it is under way.
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
@@ -555,75 +541,61 @@ def _window_kernel(
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
-
-    # The inputs first, while the state is under way.
     t = t0 + tl.arange(0, BLOCK_T)
-    t_ok = (t < T) & (t < count)
-    newest = held + t  # the place of each token
-    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, newest, 0), SLOTS), mask=t_ok, other=0.0)
-    # Time is counted backwards from the end of the piece: a difference of two such sums is as exact as its exponent
-    # needs, since the one that is subtracted is small.
-    behind_t = _time_behind(dt_t)
-    end = held + tl.minimum(count, t0 + BLOCK_T)  # nothing behind it is visible from here
-    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
-    row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS)
-    y_inputs = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
-    behind_all = tl.zeros((), tl.float32)
-    j = tl.arange(0, BLOCK_J)
-    if SLOTS <= BLOCK_J:
-        y_inputs, behind_all, x, dt = _window_block(
-            y_inputs, behind_all, j, end, t, t_ok, newest, behind_t, first, A, D, x_row_ptr, dt_row_ptr, row_scores_ptr,
-            p_ok, P, SLOTS,
-        )  # fmt: skip
-    else:
-        blocks = (end + BLOCK_J - 1) // BLOCK_J
-        for block in range(blocks):
-            y_inputs, behind_all, _, _ = _window_block(
-                y_inputs, behind_all, (blocks - 1 - block) * BLOCK_J + j, end, t, t_ok, newest, behind_t, first, A, D,
-                x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok, P, SLOTS,
-            )  # fmt: skip
-        x = 0
-        dt = 0
+    t_ok = t < tl.minimum(T, count)
+    row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS) + t[None, :] * SLOTS
 
-    y_state = tl.zeros((BLOCK_T, BLOCK_P), tl.float32)
+    # Older tokens, those of earlier pieces among them, decayed up to the beginning of this piece.
+    start = held + tl.minimum(count, t0)
+    y = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
+    after_all = tl.zeros((), tl.float32)
+    blocks = (start + BLOCK_J - 1) // BLOCK_J
+    for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
+        place = (blocks - 1 - block) * BLOCK_J + tl.arange(0, BLOCK_J)
+        _, x, dt = _buffered(place, start, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+        scores_ok = (place < start)[:, None] & t_ok[None, :]
+        scores = tl.load(row_scores_ptr + place[:, None], mask=scores_ok, other=0.0)
+        weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
+        y = dot_16bit_by_float32(tl.trans(x), weight[:, None] * scores, y)
+        after_all += tl.sum(dt, axis=0)
+
+    # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
+    # as exact as its exponent needs, since the one that is subtracted is small.
+    OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
+    i = tl.arange(0, OWN)
+    end = tl.minimum(held + count, start + BLOCK_T)
+    _, x, dt = _buffered(start + i, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
+    visible = (start + i < end)[:, None] & (start + i[:, None] <= held + t[None, :])
+    scores = tl.load(row_scores_ptr + start + i[:, None], mask=visible & t_ok[None, :], other=0.0)
+    exponent = tl.minimum(A * (_time_behind(dt)[:, None] - _time_behind(dt_t)[None, :]), 0.0)
+    weight = dt[:, None] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
+    if HAS_D:
+        weight += tl.where(start + i[:, None] == held + t[None, :], tl.load(d_ptr + h).to(tl.float32), 0.0)
+
+    y_state = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
     for part in tl.static_range(PARTS):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
         C = tl.load(
-            c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
-            mask=t_ok[:, None] & (n < N)[None, :],
+            c_ptr + b * c_stride_b + t[None, :] * c_stride_t + g * c_stride_g + n[:, None],
+            mask=t_ok[None, :] & (n < N)[:, None],
             other=0.0,
         )
-        y_state = dot_by_state(C, state[part], y_state)
-    y = tl.exp(tl.minimum(A * (behind_all - behind_t), 0.0))[:, None] * y_state + y_inputs
+        y_state = state_by_16bit(state[part], C, y_state)
+    y += tl.exp(tl.minimum(A * after_all, 0.0)) * y_state
+    y *= tl.exp(tl.minimum(A * tl.cumsum(dt_t, axis=0), 0.0))[None, :]
+    y = dot_16bit_by_float32(tl.trans(x), weight, y)
     tl.store(
-        y_ptr + (b * (T * H) + h) * P + t[:, None] * (H * P) + p[None, :],
+        y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
         y.to(y_ptr.dtype.element_ty),
-        mask=(t < T)[:, None] & p_ok[None, :],
+        mask=(t < T)[None, :] & p_ok[:, None],
     )
 
     if FLUSH:
-        if fold > 0:
-            _fold(state, head_state_ptr, x, dt, j, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
-                  p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-
-
-@triton.jit
-def _window_block(
-    y_inputs, behind_all, place, end, t, t_ok, newest, behind_t, first, A, D, x_row_ptr, dt_row_ptr, row_scores_ptr,
-    p_ok, P: tl.constexpr, SLOTS: tl.constexpr,
-):  # fmt: skip
-    """
-    y_inputs (T, BLOCK_P) with what the tokens at some places of the buffer add, when `behind_all` has passed since the
-    newest of them. Also `behind_all` with their own time, and their x and dt.
-    """
-    slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    visible = (place < end)[None, :] & (place[None, :] <= newest[:, None])  # (T, J)
-    scores = tl.load(row_scores_ptr + t[:, None] * SLOTS + place[None, :], mask=visible & t_ok[:, None], other=0.0)
-    behind = _time_behind(dt) + behind_all
-    exponent = tl.minimum(A * (behind[None, :] - behind_t[:, None]), 0.0)
-    weight = dt[None, :] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
-    weight += tl.where(place[None, :] == newest[:, None], D, 0.0)
-    return dot_float32_by_16bit(weight, x, y_inputs, 2), behind_all + tl.sum(dt, axis=0), x, dt
+        _fold(
+            head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+            tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -670,17 +642,11 @@ def _fold_kernel(
             g = h // (H // G)
             first = tl.load(positions_ptr + batch + b)
             p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-            p_ok = p < P
             head = (b * H + h) * (P * N)
-            state = _load_state(checkpoint_ptr + head, p, P, N, COLUMNS, "")
             x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
             dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
-            j = tl.arange(0, BLOCK_J)
-            x = 0
-            dt = 0
-            if SLOTS <= BLOCK_J:
-                _, x, dt = _buffered(j, fold, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
             _fold(
-                state, out_ptr + head, x, dt, j, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr, fold,
-                first, tl.load(a_ptr + h).to(tl.float32), p, 0, 0, 0, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                checkpoint_ptr + head, out_ptr + head, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr,
+                fold, first, tl.load(a_ptr + h).to(tl.float32), p, (N + COLUMNS - 1) // COLUMNS,
+                P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

@@ -293,7 +293,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     with on_device_of(checkpoint):
         scores = unused
         if not fused:
-            block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 16), PIECE)
+            block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
             scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
             if conv:
                 C = x.new_empty((batch, tokens, groups, state))
@@ -342,7 +342,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
 def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> dict[str, int]:
     return {
         "BLOCK_P": tile.block_p,
-        "BLOCK_J": min(max(next_power_of_2(slots), 16), _configs.MOST_SLOTS),
+        "BLOCK_J": min(max(next_power_of_2(slots), 16), tile.slots),
         "COLUMNS": min(max(next_power_of_2(state), 16), tile.columns),
     }
 
