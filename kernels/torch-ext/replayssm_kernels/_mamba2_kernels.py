@@ -27,11 +27,11 @@ import triton.language as tl
 
 from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, final_dt, state_by_16bit
 from ._conv import convolve, record
-from ._overlap import may_start_next, wait_for_previous
+from ._overlap import may_start_next, prefetch, wait_for_previous
 from ._positions import ring_slot, row_positions
 
 
-@triton.jit(do_not_specialize=["batch", "T", "t0"])
+@triton.jit(do_not_specialize=["batch", "T", "t0", "prefetch_bytes"])
 def _append_kernel(
     positions_ptr,  # (5, batch)
     x_ptr,  # CONV: raw inputs (batch, T, channels); else x (batch, T, head, P)
@@ -55,6 +55,8 @@ def _append_kernel(
     dt_stride_b, dt_stride_t, dt_stride_h,
     T,
     t0,  # the first new token of this launch
+    prefetch_ptr,  # what the next launch reads first, with PREFETCH
+    prefetch_bytes,  # of each program
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -73,9 +75,13 @@ def _append_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STARTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     if STARTS:
         may_start_next()
+    if PREFETCH:
+        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        prefetch(prefetch_ptr.to(tl.int64) + program.to(tl.int64) * prefetch_bytes, prefetch_bytes)
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -186,7 +192,7 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     return tl.trans(acc)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "ahead"])
 def _step_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -209,6 +215,7 @@ def _step_kernel(
     weight_ptr,
     conv_bias_ptr,
     batch,
+    ahead,  # how many tiles ahead of its own a program prefetches the state, with PREFETCH
     x_stride_b, x_stride_h,
     b_stride_b, b_stride_g,
     c_stride_b, c_stride_g,
@@ -233,6 +240,7 @@ def _step_kernel(
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
     FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
     if STARTS:
@@ -247,6 +255,8 @@ def _step_kernel(
     g = h // HEADS_PER_GROUP
     p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_ok = p < P
+    if PREFETCH:
+        _prefetch_tile(checkpoint_ptr, tile + ahead, BLOCK_P, N)
 
     # The state first: what follows goes on while it is under way.
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
@@ -357,10 +367,17 @@ def _step_kernel(
     if FLUSH:
         if FUSED:
             tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(
-            head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-            tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
-        )  # fmt: skip
+        if fold > 0:
+            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _prefetch_tile(checkpoint_ptr, tile, BLOCK_P: tl.constexpr, N: tl.constexpr):
+    """The state of another program, if there is one."""
+    BYTES: tl.constexpr = BLOCK_P * N * (checkpoint_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    if tile < tl.num_programs(0):
+        prefetch(checkpoint_ptr.to(tl.int64) + tile.to(tl.int64) * BYTES, BYTES)
 
 
 @triton.jit
@@ -430,7 +447,7 @@ def _fold(
     first,
     A,
     p,
-    parts,  # how many parts of the columns: all, or none
+    parts,  # of the columns: all of them, or none
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -440,36 +457,53 @@ def _fold(
 ):
     """
     Stores the state after the `count` oldest places of the buffer: a loop over parts of its columns, each of which is
-    read (again: from a cache, where the output has just read it), so that a kernel that can flush needs no more
-    registers than one that can't.
+    read (again: from a cache, where the output has just read it) while the one before is at work. So a kernel that can
+    flush needs hardly more registers than one that can't.
     """
     p_ok = p < P
     j = tl.arange(0, BLOCK_J)
+    slot, x, dt = _buffered(j, count if SLOTS <= BLOCK_J else 0, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    state, B = _fold_part(0, head_state_ptr, b_group_ptr, p, j, slot, count, P, N, SLOTS, BLOCK_J, COLUMNS)
     if SLOTS <= BLOCK_J:
-        slot, x, dt = _buffered(j, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
         weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
     for part in range(parts):
+        next_state, next_B = _fold_part(
+            part + 1, head_state_ptr, b_group_ptr, p, j, slot, count, P, N, SLOTS, BLOCK_J, COLUMNS
+        )
         n = part * COLUMNS + tl.arange(0, COLUMNS)
-        ok = p_ok[:, None] & (n < N)[None, :]
-        at = p[:, None] * N + n[None, :]
-        state = tl.load(head_state_ptr + at, mask=ok, other=0.0)
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
         if SLOTS <= BLOCK_J:
-            b_ok = (j < count)[:, None] & (n < N)[None, :]
-            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
             inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
         else:
             time = tl.zeros((), tl.float32)
             blocks = (count + BLOCK_J - 1) // BLOCK_J
             for block in range(blocks):
                 place = (blocks - 1 - block) * BLOCK_J + j
-                slot, x, dt = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-                weighted, time = _weighted_inputs(place, count, x, dt, A, time)
-                b_ok = (place < count)[:, None] & (n < N)[None, :]
-                B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
-                inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+                slot_block, x_block, dt_block = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+                weighted_block, time = _weighted_inputs(place, count, x_block, dt_block, A, time)
+                ok = (place < count)[:, None] & (n < N)[None, :]
+                B_block = tl.load(b_group_ptr + slot_block[:, None] * N + n[None, :], mask=ok, other=0.0)
+                inputs = dot_float32_by_16bit(weighted_block, B_block, inputs, 3)
         folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
-        tl.store(out_ptr + at, folded.to(out_ptr.dtype.element_ty), mask=ok)
+        tl.store(
+            out_ptr + p[:, None] * N + n[None, :],
+            folded.to(out_ptr.dtype.element_ty),
+            mask=p_ok[:, None] & (n < N)[None, :],
+        )
+        state = next_state
+        B = next_B
+
+
+@triton.jit
+def _fold_part(
+    part, head_state_ptr, b_group_ptr, p, j, slot, count, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A part of the state's columns, and of B where BLOCK_J spans the buffer; zeros behind the last part."""
+    n = part * COLUMNS + tl.arange(0, COLUMNS)
+    state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
+    ok = (j < (count if SLOTS <= BLOCK_J else 0))[:, None] & (n < N)[None, :]
+    return state, tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
@@ -483,7 +517,7 @@ def _weighted_inputs(place, count, x, dt, A, after_all):
     return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
 
 
-@triton.jit(do_not_specialize=["batch", "T"])
+@triton.jit(do_not_specialize=["batch", "T", "ahead"])
 def _window_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -498,6 +532,7 @@ def _window_kernel(
     batch,
     c_stride_b, c_stride_t, c_stride_g,
     T,
+    ahead,  # as for _step_kernel
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -512,6 +547,7 @@ def _window_kernel(
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
     FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
+    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """
     A piece of a window, one tile: BLOCK_P rows of the state of one head. All products are (BLOCK_P, .) times (., T): a
@@ -530,13 +566,12 @@ def _window_kernel(
     g = h // HEADS_PER_GROUP
     p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
     p_ok = p < P
-
-    # The state first: what follows goes on while it is under way.
-    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
-    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
+    if PREFETCH:
+        _prefetch_tile(checkpoint_ptr, tile + ahead, BLOCK_P, N)
     if WAITS:
         wait_for_previous()
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
@@ -559,6 +594,8 @@ def _window_kernel(
         y = dot_16bit_by_float32(tl.trans(x), weight[:, None] * scores, y)
         after_all += tl.sum(dt, axis=0)
 
+    # From here on the state is under way; before, it would only have held registers.
+    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
     # as exact as its exponent needs, since the one that is subtracted is small.
     OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
@@ -592,10 +629,9 @@ def _window_kernel(
     )
 
     if FLUSH:
-        _fold(
-            head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-            tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
-        )  # fmt: skip
+        if fold > 0:
+            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -624,6 +660,7 @@ def _fold_kernel(
     tiles: this is launched behind every step, and where no row flushes it must not take long.
     """
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     most = 0
     for b0 in range(0, batch, 256):
         row = b0 + tl.arange(0, 256)
@@ -647,6 +684,5 @@ def _fold_kernel(
             dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
             _fold(
                 checkpoint_ptr + head, out_ptr + head, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr,
-                fold, first, tl.load(a_ptr + h).to(tl.float32), p, (N + COLUMNS - 1) // COLUMNS,
-                P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                fold, first, tl.load(a_ptr + h).to(tl.float32), p, tl.where(fold >= 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

@@ -264,6 +264,10 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     fused = tokens == 1 and (config.fused if fused is None else fused)
     block_n = max(next_power_of_2(state), 16)
     overlaps = config.overlap and can_overlap(checkpoint.device)
+    block_p = config.tile.block_p
+    tile_bytes = block_p * state * checkpoint.element_size()
+    tiles = batch * heads * triton.cdiv(head_dim, block_p)
+    ahead = _ahead(config, checkpoint, tile_bytes) if head_dim % block_p == 0 else 0
     ring = conv.ring.shape[1] if conv else 1
     kernel = conv.weight.shape[1] if conv else 1
     unused = positions  # stands where a pointer is not read
@@ -298,14 +302,17 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             if conv:
                 C = x.new_empty((batch, tokens, groups, state))
             block_c = config.append_block
+            append_grid = groups + triton.cdiv(heads * head_dim, block_c), batch
+            prefetch_bytes = min(ahead, tiles) * tile_bytes // (append_grid[0] * batch) // 16 * 16
             for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
-                _append_kernel[(groups + triton.cdiv(heads * head_dim, block_c), batch)](
+                _append_kernel[append_grid](
                     positions_ptr=positions, c_ptr=C, scores_ptr=scores, batch=batch, **new, **buffers,
                     x_stride_b=x_strides[0], x_stride_t=x_strides[1], x_stride_h=x_strides[2],
                     b_stride_b=b_strides[0], b_stride_t=b_strides[1], b_stride_g=b_strides[2],
                     c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
                     dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
-                    T=tokens, t0=t0, REUSES_SLOTS=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16,
+                    T=tokens, t0=t0, prefetch_ptr=checkpoint, prefetch_bytes=prefetch_bytes,
+                    PREFETCH=prefetch_bytes > 0 and t0 == 0, REUSES_SLOTS=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16,
                     BLOCK_C=block_c, BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n,
                     STARTS=overlaps, **sizes, **variant,
                     num_warps=config.append_warps if tokens == 1 else 4,
@@ -321,22 +328,29 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             "WAITS": waits,
             "STARTS": flush_apart and can_overlap(y.device),
             "FLUSH": not flush_apart,
+            "PREFETCH": 0 < ahead < tiles,
             **_options(config.tile, waits),
         }
-        tiles = batch * heads * triton.cdiv(head_dim, config.tile.block_p)
         if tokens == 1:
             _step_kernel[(tiles,)](
-                *pointers, **new, batch=batch, x_stride_b=x_strides[0], x_stride_h=x_strides[2],
+                *pointers, **new, batch=batch, ahead=ahead, x_stride_b=x_strides[0], x_stride_h=x_strides[2],
                 b_stride_b=b_strides[0], b_stride_g=b_strides[2], c_stride_b=c_strides[0], c_stride_g=c_strides[2],
                 dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2), HAS_D=D is not None, FUSED=fused, **sizes,
                 **variant, **tile,
             )  # fmt: skip
         else:
             _window_kernel[(tiles, triton.cdiv(tokens, block_t))](
-                *pointers, batch, *c_strides, T=tokens, HAS_D=D is not None, BLOCK_T=block_t, **sizes, **tile
+                *pointers, batch, *c_strides, T=tokens, ahead=ahead, HAS_D=D is not None, BLOCK_T=block_t, **sizes, **tile
             )
         if flush_apart:
             _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, behind_step=True)
+
+
+def _ahead(config: _configs.Config, checkpoint: torch.Tensor, tile_bytes: int) -> int:
+    """How many tiles of the state are on their way before their turn."""
+    if config.prefetch == 0 or not can_overlap(checkpoint.device) or tile_bytes % 16 or checkpoint.data_ptr() % 16:
+        return 0
+    return config.prefetch * 2**20 // tile_bytes
 
 
 def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> dict[str, int]:
