@@ -25,8 +25,6 @@ from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 # block_p, warps, columns, for a state of 128
 HOT = [(32, 1, 32), (32, 1, 64), (32, 2, 32), (32, 2, 64), (64, 2, 32), (64, 4, 32), (64, 4, 64)]
 WINDOW = [(32, 1, 32), (32, 2, 32), (32, 2, 64), (64, 4, 32), (64, 4, 64)]
-PREFETCHES = (0, 4, 8, 16, 32)  # MiB
-PREFETCH = 16  # at first
 FLUSH = [(64, 2, 32), (32, 1, 32), (64, 4, 64), (32, 2, 64)]
 
 
@@ -68,8 +66,8 @@ class Job:
         from replayssm_kernels._configs import Config
 
         small = self.heads < 8192
-        tiles = self.tiles(HOT if self.tokens == 1 else WINDOW, "evict_first")
-        found = [Config(tile, overlap=small, prefetch=PREFETCH) for tile in tiles]
+        tiles = self.tiles(HOT if self.tokens == 1 else WINDOW, "evict_first" if small else "")
+        found = [Config(tile, overlap=small) for tile in tiles]
         if small and self.tokens == 1:
             found += [Config(tile, fused=True) for tile in tiles]
         return found
@@ -80,8 +78,8 @@ class Job:
 
         small = self.heads < 8192
         flush = self.tiles(FLUSH[:1], "")[0]
-        tiles = self.tiles(HOT if self.tokens == 1 else WINDOW, "evict_first")
-        return [Config(tile, flush=flush, overlap=small, prefetch=PREFETCH) for tile in tiles]
+        tiles = self.tiles(HOT if self.tokens == 1 else WINDOW, "evict_first" if small else "")
+        return [Config(tile, flush=flush, overlap=small) for tile in tiles]
 
     def flushes(self, config) -> list:
         """`config` with every tile for the flush."""
@@ -97,16 +95,8 @@ class Job:
         some = [*self.together(), *apart]
         return [
             *some, *(self.flushes(apart[0]) if self.tokens == 1 else ()), *self.appends(apart[0]),
-            *(option for config in some if not config.fused for option in self.launches(config)),
+            *(dataclasses.replace(config, overlap=not config.overlap) for config in some if not config.fused),
         ]  # fmt: skip
-
-    def launches(self, config) -> list:
-        """`config` with other ways from one launch to the next."""
-        return [
-            dataclasses.replace(config, overlap=overlap, prefetch=prefetch)
-            for overlap in (True, False)
-            for prefetch in PREFETCHES
-        ]
 
     def appends(self, config) -> list:
         """`config` with other sizes of the append kernel."""
@@ -130,11 +120,10 @@ class Job:
         tried.sort(key=lambda item: self.cost(item[1]))
         best = [config for config, _ in tried if not config.fused][:4]
         for config in best:
-            for option in self.launches(config):
-                tried.append((option, {"plain": measure(option, "plain"), "flush": dict(tried)[config]["flush"]}))
+            option = dataclasses.replace(config, overlap=not config.overlap)
+            tried.append((option, {name: measure(option, name) for name in self.steps()}))
         tried.sort(key=lambda item: self.cost(item[1]))
         config, us = tried[0]
-        tried[0] = config, {name: measure(config, name) for name in us}
         if not config.fused:
             append = {option: measure(option, "plain") for option in self.appends(config)}
             quickest = min(append, key=append.get)
@@ -167,13 +156,12 @@ class Job:
 
 def compiled_as(config):
     """The same for configurations that differ in sizes of a launch only."""
-    return dataclasses.replace(config, prefetch=min(config.prefetch, 1), flush_programs=0)
+    return dataclasses.replace(config, flush_programs=0)
 
 
 def compile_candidate(job: Job, config) -> None:
     """In a worker: launches what `config` launches once, so that it lies in triton's cache."""
-    small = dataclasses.replace(job, case=dataclasses.replace(job.case, batch=16))  # more than is prefetched
-    config = dataclasses.replace(config, prefetch=min(config.prefetch, 1))
+    small = dataclasses.replace(job, case=dataclasses.replace(job.case, batch=2))
     measure = small.measure(benchmark._worker_bench)
     for name in job.steps():
         measure(config, name)
@@ -263,8 +251,8 @@ def show(config) -> str:
     tile = lambda t: f"{t.block_p}x{t.columns} w{t.warps} j{t.slots}{' ' + t.evict if t.evict else ''}"  # noqa: E731
     if config.flush is None:
         how = "fused" if config.fused else "overlap" if config.overlap else ""
-        return f"{tile(config.tile)} {how} prefetch {config.prefetch} append {config.append_block} w{config.append_warps}"
-    how = f"{'overlap, ' if config.overlap else ''}prefetch {config.prefetch}, "
+        return f"{tile(config.tile)} {how} append {config.append_block} w{config.append_warps}"
+    how = "overlap, " if config.overlap else ""
     return f"{tile(config.tile)} {how}flush {tile(config.flush)} n{config.flush_programs} a{config.append_block}"
 
 

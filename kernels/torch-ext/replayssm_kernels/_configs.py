@@ -33,10 +33,9 @@ class Tile:
 class Config:
     tile: Tile
     fused: bool = False  # one token: all in one launch (rows that flush too)
-    flush: Tile | None = None  # flushes are left to a launch of their own; None: they go with the step
+    flush: Tile | None = None  # rows that flush are left to a launch of their own; None: they go with the others
     flush_programs: int = 8  # of that launch, for each multiprocessor
     overlap: bool = True  # of the append kernel with the next one, where the device can
-    prefetch: int = 0  # MiB of the state that are fetched into the second-level cache before their turn, where it can
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
 

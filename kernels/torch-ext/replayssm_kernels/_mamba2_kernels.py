@@ -27,11 +27,11 @@ import triton.language as tl
 
 from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, final_dt, state_by_16bit
 from ._conv import convolve, record
-from ._overlap import may_start_next, prefetch, wait_for_previous
+from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
 
 
-@triton.jit(do_not_specialize=["batch", "T", "t0", "prefetch_bytes"])
+@triton.jit(do_not_specialize=["batch", "T", "t0"])
 def _append_kernel(
     positions_ptr,  # (5, batch)
     x_ptr,  # CONV: raw inputs (batch, T, channels); else x (batch, T, head, P)
@@ -55,8 +55,6 @@ def _append_kernel(
     dt_stride_b, dt_stride_t, dt_stride_h,
     T,
     t0,  # the first new token of this launch
-    prefetch_ptr,  # what the next launch reads first, with PREFETCH
-    prefetch_bytes,  # of each program
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -75,13 +73,9 @@ def _append_kernel(
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
     STARTS: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     if STARTS:
         may_start_next()
-    if PREFETCH:
-        program = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        prefetch(prefetch_ptr.to(tl.int64) + program.to(tl.int64) * prefetch_bytes, prefetch_bytes)
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
@@ -192,21 +186,153 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     return tl.trans(acc)
 
 
-@triton.jit(do_not_specialize=["batch", "ahead"])
+@triton.jit(do_not_specialize=["batch"])
 def _step_kernel(
     positions_ptr,
     checkpoint_ptr,
     x_buffer_ptr,
     b_buffer_ptr,
     dt_buffer_ptr,
-    scores_ptr,  # (batch, group, 1, SLOTS), unused with FUSED
-    c_ptr,  # (batch, 1, group, N), unused with CONV
+    scores_ptr,  # (batch, group, 1, SLOTS)
+    c_ptr,  # (batch, 1, group, N)
     a_ptr,
     d_ptr,
     y_ptr,  # (batch, 1, head, P)
-    # The new token, which only FUSED reads here; as for _append_kernel.
-    x_ptr,
+    batch,
+    c_stride_b, c_stride_t, c_stride_g,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVICT: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    STARTS: tl.constexpr,  # the next launch early
+    FLUSH: tl.constexpr,  # here; or rows that fold are left to _flush_kernel
+):  # fmt: skip
+    """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
+    if STARTS:
+        may_start_next()
+    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    if not FLUSH:
+        if fold > 0:
+            return
+    _step_tile(
+        b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr,
+        c_ptr + b * c_stride_b + g * c_stride_g, a_ptr, d_ptr, y_ptr,
+        H, G, P, N, SLOTS, HAS_D, BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, FLUSH,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _flush_kernel(
+    positions_ptr,
+    checkpoint_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    scores_ptr,
+    c_ptr,
+    a_ptr,
+    d_ptr,
+    y_ptr,
+    batch,
+    c_stride_b, c_stride_t, c_stride_g,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVICT: tl.constexpr,
+    WAITS: tl.constexpr,
+):  # fmt: skip
+    """
+    Output and flush of the rows that fold, behind a _step_kernel that leaves them out. A few programs go through all
+    tiles: this is launched at every step, and where no row flushes it must not take long.
+    """
+    tiles = tl.where(_most_folded(positions_ptr, batch) > 0, batch * H * ((P + BLOCK_P - 1) // BLOCK_P), 0)
+    if WAITS:
+        wait_for_previous()
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
+        first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+        if fold > 0:
+            _step_tile(
+                b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr,
+                scores_ptr, c_ptr + b * c_stride_b + g * c_stride_g, a_ptr, d_ptr, y_ptr,
+                H, G, P, N, SLOTS, HAS_D, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True,
+            )  # fmt: skip
+
+
+@triton.jit
+def _tile(tile, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """Row, head, group and rows of the head's state (BLOCK_P,) of a tile."""
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    row_head = tile // P_BLOCKS
+    h = row_head % H
+    return (row_head // H).to(tl.int64), h, h // (H // G), (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+
+
+@triton.jit
+def _most_folded(positions_ptr, batch):
+    """The greatest FOLD of all rows."""
+    most = 0
+    for b0 in range(0, batch, 256):
+        row = b0 + tl.arange(0, 256)
+        most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + row, mask=row < batch, other=0), axis=0))
+    return most
+
+
+@triton.jit
+def _step_tile(
+    b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr,
+    c_group_ptr, a_ptr, d_ptr, y_ptr,
+    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, HAS_D: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr, WAITS: tl.constexpr,
+    FLUSH: tl.constexpr,
+):  # fmt: skip
+    """Output of one tile, and its flush where the row folds."""
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    # The state first: what follows goes on while it is under way.
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
+    if WAITS:
+        wait_for_previous()
+    A = tl.load(a_ptr + h).to(tl.float32)
+    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
+    C = ()  # in parts, as the state
+    for part in tl.static_range(PARTS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        C = C + (tl.load(c_group_ptr + n, mask=n < N, other=0.0).to(tl.float32),)
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
+    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+    y = _output(
+        state, C, tl.zeros((BLOCK_P,), tl.float32), 0.0, held + count, first, A, D, x_row_ptr, b_group_ptr, dt_row_ptr,
+        scores_ptr + (b * G + g) * SLOTS, p < P, P, N, SLOTS, False, BLOCK_P, BLOCK_J, COLUMNS,
+    )  # fmt: skip
+    tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
+    if FLUSH:
+        if fold > 0:
+            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _fused_kernel(
+    positions_ptr,
+    x_ptr,  # these as for _append_kernel
     b_ptr,
+    c_ptr,  # unused with CONV
     dt_ptr,
     dt_bias_ptr,
     dt_low,
@@ -214,8 +340,14 @@ def _step_kernel(
     ring_ptr,
     weight_ptr,
     conv_bias_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    checkpoint_ptr,  # these as for _step_kernel
+    a_ptr,
+    d_ptr,
+    y_ptr,
     batch,
-    ahead,  # how many tiles ahead of its own a program prefetches the state, with PREFETCH
     x_stride_b, x_stride_h,
     b_stride_b, b_stride_g,
     c_stride_b, c_stride_g,
@@ -226,7 +358,6 @@ def _step_kernel(
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_D: tl.constexpr,
-    FUSED: tl.constexpr,
     CONV: tl.constexpr,
     RING: tl.constexpr,
     K: tl.constexpr,
@@ -237,147 +368,129 @@ def _step_kernel(
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
-    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-    STARTS: tl.constexpr,  # the next launch early
-    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
-    PREFETCH: tl.constexpr,
 ):  # fmt: skip
-    """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
-    if STARTS:
-        may_start_next()
-    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    HEADS_PER_GROUP: tl.constexpr = H // G
+    """
+    One token in one launch: _append_kernel and _step_kernel for a tile. Every program of a group appends the group's
+    part of the new token, all of them the same: what a program needs of it for a flush it has written itself, and none
+    waits for another.
+    """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    tile = tl.program_id(0)
-    row_head = tile // P_BLOCKS
-    b = (row_head // H).to(tl.int64)
-    h = row_head % H
-    g = h // HEADS_PER_GROUP
-    p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-    p_ok = p < P
-    if PREFETCH:
-        _prefetch_tile(checkpoint_ptr, tile + ahead, BLOCK_P, N)
-
-    # The state first: what follows goes on while it is under way.
+    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
-    if WAITS:
-        wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
 
-    C = ()  # in parts, as the state
-    if FUSED:
-        # Every program of a group appends the group's part of the new token, all of them the same: what a program needs
-        # of it for a flush it has written itself, and none waits for another.
-        new_slot = ring_slot(first, held, SLOTS)
-        new_p_ok = p < tl.where(count > 0, P, 0)
-        N_if_new = tl.where(count > 0, N, 0)
-        dt_new = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
-        if HAS_DT_BIAS:
-            dt_new = final_dt(dt_new, tl.load(dt_bias_ptr + h).to(tl.float32), dt_low, dt_high)
-        dt_new = tl.where(count > 0, dt_new, 0.0)
-        CHANNELS: tl.constexpr = H * P + 2 * G * N
-        row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
-        new_ptr = x_ptr + b * x_stride_b
-        seen = tl.load(positions_ptr + b)
-        dtype = x_buffer_ptr.dtype.element_ty
-        t = tl.arange(0, 1)
-        if CONV:
-            x_new = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, h * P + p, p_ok,
-                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_P,
-            ).to(dtype), (BLOCK_P,))  # fmt: skip
-            # The slots that others read are those of the K - 1 tokens before: RING >= K keeps this one apart.
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, h * P + p, p_ok, CHANNELS, RING, False)
-        else:
-            x_new = tl.load(new_ptr + h * x_stride_h + p, mask=new_p_ok, other=0.0).to(dtype)
-        tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x_new, mask=new_p_ok)
-        x_new = x_new.to(tl.float32)
-        if count > 0:
-            tl.store(dt_row_ptr + new_slot, dt_new)
-        B_by_C = tl.zeros((COLUMNS,), tl.float32)
-        for part in tl.static_range(PARTS):
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            if CONV:
-                b_channel = H * P + g * N + n
-                c_channel = b_channel + G * N
-                B_part = tl.reshape(convolve(
-                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, b_channel, n < N,
-                    CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
-                ).to(dtype), (COLUMNS,))  # fmt: skip
-                C_part = tl.reshape(convolve(
-                    new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, c_channel, n < N,
-                    CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
-                ).to(dtype), (COLUMNS,))  # fmt: skip
-                record(new_ptr, 0, row_ring_ptr, seen, count, t, b_channel, n < N_if_new, CHANNELS, RING, False)
-                record(new_ptr, 0, row_ring_ptr, seen, count, t, c_channel, n < N_if_new, CHANNELS, RING, False)
-            else:
-                B_part = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=n < N_if_new, other=0.0).to(dtype)
-                C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N_if_new, other=0.0)
-            tl.store(b_group_ptr + new_slot * N + n, B_part, mask=n < N_if_new)
-            B_part = tl.where(n < N, B_part.to(tl.float32), 0.0)
-            C_part = tl.where(n < N, C_part.to(tl.float32), 0.0)
-            B_by_C += B_part * C_part
-            C = C + (C_part,)
-        end = held  # places in the buffer that are read from it
-        y_inputs = dt_new * tl.sum(B_by_C, axis=0) * x_new
-        if HAS_D:
-            y_inputs += tl.load(d_ptr + h).to(tl.float32) * x_new
-        after_all = dt_new  # sum of dt behind the places seen so far
+    new_slot = ring_slot(first, held, SLOTS)
+    new_p_ok = p < tl.where(count > 0, P, 0)
+    N_if_new = tl.where(count > 0, N, 0)
+    dt = tl.load(dt_ptr + b * dt_stride_b + h * dt_stride_h).to(tl.float32)
+    if HAS_DT_BIAS:
+        dt = final_dt(dt, tl.load(dt_bias_ptr + h).to(tl.float32), dt_low, dt_high)
+    dt = tl.where(count > 0, dt, 0.0)
+    CHANNELS: tl.constexpr = H * P + 2 * G * N
+    row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
+    new_ptr = x_ptr + b * x_stride_b
+    seen = tl.load(positions_ptr + b)
+    dtype = x_buffer_ptr.dtype.element_ty
+    t = tl.arange(0, 1)
+    if CONV:
+        x = tl.reshape(convolve(
+            new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, h * P + p, p < P,
+            CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, BLOCK_P,
+        ).to(dtype), (BLOCK_P,))  # fmt: skip
+        # The slots that others read are those of the K - 1 tokens before: RING >= K keeps this one apart.
+        record(new_ptr, 0, row_ring_ptr, seen, count, t, h * P + p, p < P, CHANNELS, RING, False)
     else:
-        for part in tl.static_range(PARTS):
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N, other=0.0)
-            C = C + (C_part.to(tl.float32),)
-        end = held + count
-        y_inputs = tl.zeros((BLOCK_P,), tl.float32)
-        after_all = 0.0
-
-    j = tl.arange(0, BLOCK_J)
-    D = 0.0
-    if HAS_D and not FUSED:
-        D = tl.load(d_ptr + h).to(tl.float32)
-    row_scores_ptr = scores_ptr + (b * G + g) * SLOTS
-    if SLOTS <= BLOCK_J:
-        y_old, after_all = _output_block(
-            j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
-            P, N, SLOTS, FUSED, BLOCK_J, COLUMNS,
-        )  # fmt: skip
-        y_inputs += y_old
-    else:
-        blocks = (end + BLOCK_J - 1) // BLOCK_J
-        for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
-            y_old, after_all = _output_block(
-                (blocks - 1 - block) * BLOCK_J + j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr,
-                row_scores_ptr, p_ok, P, N, SLOTS, FUSED, BLOCK_J, COLUMNS,
-            )  # fmt: skip
-            y_inputs += y_old
-
-    # Parts are added before lanes are: few shuffles.
-    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+        x = tl.load(new_ptr + h * x_stride_h + p, mask=new_p_ok, other=0.0).to(dtype)
+    tl.store(x_buffer_ptr + (b * H + h) * (SLOTS * P) + new_slot * P + p, x, mask=new_p_ok)
+    if count > 0:
+        tl.store(dt_row_ptr + new_slot, dt)
+    C = ()
+    B_by_C = tl.zeros((COLUMNS,), tl.float32)
     for part in tl.static_range(PARTS):
-        products += state[part].to(tl.float32) * C[part][None, :]
-    y = tl.exp(tl.minimum(A * after_all, 0.0)) * tl.sum(products, axis=1) + y_inputs
-    tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
-
-    if FLUSH:
-        if FUSED:
-            tl.debug_barrier()  # the token that was just appended may be folded, too
-        if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        if CONV:
+            b_channel = H * P + g * N + n
+            c_channel = b_channel + G * N
+            B_part = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, b_channel, n < N,
+                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
+            ).to(dtype), (COLUMNS,))  # fmt: skip
+            C_part = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, c_channel, n < N,
+                CHANNELS, RING, K, HAS_CONV_BIAS, SILU, 1, COLUMNS,
+            ).to(dtype), (COLUMNS,))  # fmt: skip
+            record(new_ptr, 0, row_ring_ptr, seen, count, t, b_channel, n < N_if_new, CHANNELS, RING, False)
+            record(new_ptr, 0, row_ring_ptr, seen, count, t, c_channel, n < N_if_new, CHANNELS, RING, False)
+        else:
+            B_part = tl.load(b_ptr + b * b_stride_b + g * b_stride_g + n, mask=n < N_if_new, other=0.0).to(dtype)
+            C_part = tl.load(c_ptr + b * c_stride_b + g * c_stride_g + n, mask=n < N_if_new, other=0.0)
+        tl.store(b_group_ptr + new_slot * N + n, B_part, mask=n < N_if_new)
+        C_part = tl.where(n < N, C_part.to(tl.float32), 0.0)
+        B_by_C += tl.where(n < N, B_part.to(tl.float32), 0.0) * C_part
+        C = C + (C_part,)
+    y = dt * tl.sum(B_by_C, axis=0) * x.to(tl.float32)
+    if HAS_D:
+        y += tl.load(d_ptr + h).to(tl.float32) * x.to(tl.float32)
+    y = _output(
+        state, C, y, dt, held, first, A, 0.0, x_row_ptr, b_group_ptr, dt_row_ptr, dt_row_ptr, p < P,
+        P, N, SLOTS, True, BLOCK_P, BLOCK_J, COLUMNS,
+    )  # fmt: skip
+    tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
+    if fold > 0:
+        tl.debug_barrier()  # the token that was just appended may be folded, too
+        _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+              P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
-def _prefetch_tile(checkpoint_ptr, tile, BLOCK_P: tl.constexpr, N: tl.constexpr):
-    """The state of another program, if there is one."""
-    BYTES: tl.constexpr = BLOCK_P * N * (checkpoint_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    if tile < tl.num_programs(0):
-        prefetch(checkpoint_ptr.to(tl.int64) + tile.to(tl.int64) * BYTES, BYTES)
+def _output(
+    state,
+    C,  # float32, in parts as the state
+    y,  # (BLOCK_P,) what newer tokens than those of the buffer add
+    after_all,  # the time behind those of the buffer
+    end,  # places of the buffer below this one count
+    first,
+    A,
+    D,  # of the newest of them
+    x_row_ptr,
+    b_group_ptr,
+    dt_row_ptr,
+    row_scores_ptr,  # (SLOTS,), unused with PRODUCTS
+    p_ok,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PRODUCTS: tl.constexpr,  # of B and C are computed here; or they are at hand
+    BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y_t of the module's docstring, for one token: (BLOCK_P,) float32."""
+    j = tl.arange(0, BLOCK_J)
+    if SLOTS <= BLOCK_J:
+        y_block, after_all = _output_block(
+            j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
+            P, N, SLOTS, PRODUCTS, BLOCK_J, COLUMNS,
+        )  # fmt: skip
+        y += y_block
+    else:
+        blocks = (end + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
+            y_block, after_all = _output_block(
+                (blocks - 1 - block) * BLOCK_J + j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr,
+                row_scores_ptr, p_ok, P, N, SLOTS, PRODUCTS, BLOCK_J, COLUMNS,
+            )  # fmt: skip
+            y += y_block
+    # Parts are added before lanes are: few shuffles.
+    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        products += state[part].to(tl.float32) * C[part][None, :]
+    return tl.exp(tl.minimum(A * after_all, 0.0)) * tl.sum(products, axis=1) + y
 
 
 @triton.jit
@@ -412,7 +525,7 @@ def _time_behind(dt):
 @triton.jit
 def _output_block(
     place, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
-    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, FUSED: tl.constexpr,
+    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, PRODUCTS: tl.constexpr,
     BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """
@@ -421,7 +534,7 @@ def _output_block(
     """
     slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
     used = place < end
-    if FUSED:
+    if PRODUCTS:
         products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
         for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
             n = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -432,14 +545,14 @@ def _output_block(
         scores = tl.load(row_scores_ptr + place, mask=used, other=0.0)
     after = _time_behind(dt) + after_all
     weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
-    weight += tl.where(place == end - 1, D, 0.0)  # with FUSED, D x is already in the output
+    weight += tl.where(place == end - 1, D, 0.0)
     return tl.sum(weight[:, None] * x.to(tl.float32), axis=0), after_all + tl.sum(dt, axis=0)
 
 
 @triton.jit
 def _fold(
-    head_state_ptr,  # (P, N)
-    out_ptr,  # the same, or float32 elsewhere
+    state,  # of the head, rows p: (BLOCK_P, COLUMNS) for each part of the columns
+    out_ptr,  # of the head: (P, N)
     x_row_ptr,  # of the head, (SLOTS, P) at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
@@ -447,7 +560,6 @@ def _fold(
     first,
     A,
     p,
-    parts,  # of the columns: all of them, or none
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -456,54 +568,41 @@ def _fold(
     COLUMNS: tl.constexpr,
 ):
     """
-    Stores the state after the `count` oldest places of the buffer: a loop over parts of its columns, each of which is
-    read (again: from a cache, where the output has just read it) while the one before is at work. So a kernel that can
-    flush needs hardly more registers than one that can't.
+    Stores the state after the `count` oldest places of the buffer, one part of its columns after the other, so that few
+    registers are held beside the state's own.
     """
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     p_ok = p < P
     j = tl.arange(0, BLOCK_J)
-    slot, x, dt = _buffered(j, count if SLOTS <= BLOCK_J else 0, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    state, B = _fold_part(0, head_state_ptr, b_group_ptr, p, j, slot, count, P, N, SLOTS, BLOCK_J, COLUMNS)
+    blocks = (count + BLOCK_J - 1) // BLOCK_J
+    B = ()
     if SLOTS <= BLOCK_J:
+        slot, x, dt = _buffered(j, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+        for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            ok = (j < count)[:, None] & (n < N)[None, :]
+            B = B + (tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0),)
         weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
-    for part in range(parts):
-        next_state, next_B = _fold_part(
-            part + 1, head_state_ptr, b_group_ptr, p, j, slot, count, P, N, SLOTS, BLOCK_J, COLUMNS
-        )
+    for part in tl.static_range(PARTS):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
         if SLOTS <= BLOCK_J:
-            inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+            inputs = dot_float32_by_16bit(weighted, B[part], inputs, 3)
         else:
             time = tl.zeros((), tl.float32)
-            blocks = (count + BLOCK_J - 1) // BLOCK_J
             for block in range(blocks):
                 place = (blocks - 1 - block) * BLOCK_J + j
-                slot_block, x_block, dt_block = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-                weighted_block, time = _weighted_inputs(place, count, x_block, dt_block, A, time)
+                slot, x, dt = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+                weighted, time = _weighted_inputs(place, count, x, dt, A, time)
                 ok = (place < count)[:, None] & (n < N)[None, :]
-                B_block = tl.load(b_group_ptr + slot_block[:, None] * N + n[None, :], mask=ok, other=0.0)
-                inputs = dot_float32_by_16bit(weighted_block, B_block, inputs, 3)
-        folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
+                B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
+                inputs = dot_float32_by_16bit(weighted, B_block, inputs, 3)
+        folded = tl.exp(tl.minimum(A * time, 0.0)) * state[part].to(tl.float32) + inputs
         tl.store(
             out_ptr + p[:, None] * N + n[None, :],
             folded.to(out_ptr.dtype.element_ty),
             mask=p_ok[:, None] & (n < N)[None, :],
         )
-        state = next_state
-        B = next_B
-
-
-@triton.jit
-def _fold_part(
-    part, head_state_ptr, b_group_ptr, p, j, slot, count, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """A part of the state's columns, and of B where BLOCK_J spans the buffer; zeros behind the last part."""
-    n = part * COLUMNS + tl.arange(0, COLUMNS)
-    state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=(p < P)[:, None] & (n < N)[None, :], other=0.0)
-    ok = (j < (count if SLOTS <= BLOCK_J else 0))[:, None] & (n < N)[None, :]
-    return state, tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
 
 
 @triton.jit
@@ -517,7 +616,7 @@ def _weighted_inputs(place, count, x, dt, A, after_all):
     return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
 
 
-@triton.jit(do_not_specialize=["batch", "T", "ahead"])
+@triton.jit(do_not_specialize=["batch", "T"])
 def _window_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -532,7 +631,6 @@ def _window_kernel(
     batch,
     c_stride_b, c_stride_t, c_stride_g,
     T,
-    ahead,  # as for _step_kernel
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -547,7 +645,6 @@ def _window_kernel(
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
     FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
-    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """
     A piece of a window, one tile: BLOCK_P rows of the state of one head. All products are (BLOCK_P, .) times (., T): a
@@ -555,23 +652,15 @@ def _window_kernel(
     """
     if STARTS:
         may_start_next()
-    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    HEADS_PER_GROUP: tl.constexpr = H // G
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
-    tile = tl.program_id(0)
-    row_head = tile // P_BLOCKS
-    b = (row_head // H).to(tl.int64)
-    h = row_head % H
-    g = h // HEADS_PER_GROUP
-    p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
     p_ok = p < P
-    if PREFETCH:
-        _prefetch_tile(checkpoint_ptr, tile + ahead, BLOCK_P, N)
-    if WAITS:
-        wait_for_previous()
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
+    if WAITS:
+        wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
@@ -580,48 +669,55 @@ def _window_kernel(
     t_ok = t < tl.minimum(T, count)
     row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS) + t[None, :] * SLOTS
 
-    # Older tokens, those of earlier pieces among them, decayed up to the beginning of this piece.
+    # All loads stand here, before anything is computed: the products need shared memory, and nothing is moved over a
+    # barrier by the compiler. First the piece's own tokens, then the older ones, those of earlier pieces among them.
     start = held + tl.minimum(count, t0)
+    end = tl.minimum(held + count, start + BLOCK_T)
+    OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
+    i = start + tl.arange(0, OWN)
+    _, x_own, dt_own = _buffered(i, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
+    visible = (i < end)[:, None] & (i[:, None] <= held + t[None, :])
+    scores_own = tl.load(row_scores_ptr + i[:, None], mask=visible & t_ok[None, :], other=0.0)
+    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
+    C = ()
+    for part in tl.static_range(PARTS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        at = t[None, :] * c_stride_t + n[:, None]
+        ok = t_ok[None, :] & (n < N)[:, None]
+        C = C + (tl.load(c_ptr + b * c_stride_b + g * c_stride_g + at, mask=ok, other=0.0),)
+    blocks = (start + BLOCK_J - 1) // BLOCK_J
+    x, dt, scores = _window_block(
+        (blocks - 1) * BLOCK_J, start, first, t_ok, x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok, P, SLOTS, BLOCK_J
+    )
+
+    # Older tokens, decayed up to the beginning of this piece.
     y = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
     after_all = tl.zeros((), tl.float32)
-    blocks = (start + BLOCK_J - 1) // BLOCK_J
     for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
-        place = (blocks - 1 - block) * BLOCK_J + tl.arange(0, BLOCK_J)
-        _, x, dt = _buffered(place, start, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-        scores_ok = (place < start)[:, None] & t_ok[None, :]
-        scores = tl.load(row_scores_ptr + place[:, None], mask=scores_ok, other=0.0)
+        x_next, dt_next, scores_next = _window_block(
+            (blocks - 2 - block) * BLOCK_J, start, first, t_ok, x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok,
+            P, SLOTS, BLOCK_J,
+        )  # fmt: skip
         weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
         y = dot_16bit_by_float32(tl.trans(x), weight[:, None] * scores, y)
         after_all += tl.sum(dt, axis=0)
+        x = x_next
+        dt = dt_next
+        scores = scores_next
 
-    # From here on the state is under way; before, it would only have held registers.
-    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
     # as exact as its exponent needs, since the one that is subtracted is small.
-    OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
-    i = tl.arange(0, OWN)
-    end = tl.minimum(held + count, start + BLOCK_T)
-    _, x, dt = _buffered(start + i, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
-    visible = (start + i < end)[:, None] & (start + i[:, None] <= held + t[None, :])
-    scores = tl.load(row_scores_ptr + start + i[:, None], mask=visible & t_ok[None, :], other=0.0)
-    exponent = tl.minimum(A * (_time_behind(dt)[:, None] - _time_behind(dt_t)[None, :]), 0.0)
-    weight = dt[:, None] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores
-    if HAS_D:
-        weight += tl.where(start + i[:, None] == held + t[None, :], tl.load(d_ptr + h).to(tl.float32), 0.0)
+    exponent = tl.minimum(A * (_time_behind(dt_own)[:, None] - _time_behind(dt_t)[None, :]), 0.0)
+    weight = dt_own[:, None] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores_own
+    weight += tl.where(i[:, None] == held + t[None, :], D, 0.0)
 
     y_state = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
     for part in tl.static_range(PARTS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        C = tl.load(
-            c_ptr + b * c_stride_b + t[None, :] * c_stride_t + g * c_stride_g + n[:, None],
-            mask=t_ok[None, :] & (n < N)[:, None],
-            other=0.0,
-        )
-        y_state = state_by_16bit(state[part], C, y_state)
+        y_state = state_by_16bit(state[part], C[part], y_state)
     y += tl.exp(tl.minimum(A * after_all, 0.0)) * y_state
     y *= tl.exp(tl.minimum(A * tl.cumsum(dt_t, axis=0), 0.0))[None, :]
-    y = dot_16bit_by_float32(tl.trans(x), weight, y)
+    y = dot_16bit_by_float32(tl.trans(x_own), weight, y)
     tl.store(
         y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
         y.to(y_ptr.dtype.element_ty),
@@ -630,8 +726,23 @@ def _window_kernel(
 
     if FLUSH:
         if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            # The state again, from a cache: held up to here it would cost every window that does not flush.
+            state = _load_state(head_state_ptr, p, P, N, COLUMNS, "")
+            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _window_block(
+    block_start, end, first, t_ok, x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok, P: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+):  # fmt: skip
+    """x (J, BLOCK_P), dt (J,) and scores (J, T) of a block of places; zeros from `end` on and before the first."""
+    place = block_start + tl.arange(0, BLOCK_J)
+    before_end = tl.where(place >= 0, place, end)
+    _, x, dt = _buffered(before_end, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    ok = (before_end < end)[:, None] & t_ok[None, :]
+    return x, dt, tl.load(row_scores_ptr + place[:, None], mask=ok, other=0.0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -659,30 +770,19 @@ def _fold_kernel(
     The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
     tiles: this is launched behind every step, and where no row flushes it must not take long.
     """
-    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
-    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    most = 0
-    for b0 in range(0, batch, 256):
-        row = b0 + tl.arange(0, 256)
-        most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + row, mask=row < batch, other=0), axis=0))
+    tiles = batch * H * ((P + BLOCK_P - 1) // BLOCK_P)
+    if INPLACE:
+        tiles = tl.where(_most_folded(positions_ptr, batch) > 0, tiles, 0)
     if WAITS:
         wait_for_previous()
-    tiles = batch * H * P_BLOCKS
-    if INPLACE:
-        tiles = tl.where(most > 0, tiles, 0)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row_head = tile // P_BLOCKS
-        b = (row_head // H).to(tl.int64)
+        b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
         if (fold > 0) | (not INPLACE):
-            h = row_head % H
-            g = h // (H // G)
-            first = tl.load(positions_ptr + batch + b)
-            p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
             head = (b * H + h) * (P * N)
-            x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
-            dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
             _fold(
-                checkpoint_ptr + head, out_ptr + head, x_row_ptr, b_buffer_ptr + (b * G + g) * (SLOTS * N), dt_row_ptr,
-                fold, first, tl.load(a_ptr + h).to(tl.float32), p, tl.where(fold >= 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                _load_state(checkpoint_ptr + head, p, P, N, COLUMNS, ""), out_ptr + head,
+                x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :], b_buffer_ptr + (b * G + g) * (SLOTS * N),
+                dt_buffer_ptr + (b * H + h) * SLOTS, fold, tl.load(positions_ptr + batch + b),
+                tl.load(a_ptr + h).to(tl.float32), p, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

@@ -28,7 +28,7 @@ from ._launch import (
     on_device_of,
     rows_contiguous,
 )
-from ._mamba2_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
+from ._mamba2_kernels import _append_kernel, _flush_kernel, _fold_kernel, _fused_kernel, _step_kernel, _window_kernel
 from ._operators import define
 from ._overlap import can_overlap
 
@@ -262,103 +262,69 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     groups, slots, state = B_buffer.shape[1:]
     config = _configs.choose(checkpoint, tokens)
     fused = tokens == 1 and (config.fused if fused is None else fused)
-    block_n = max(next_power_of_2(state), 16)
-    overlaps = config.overlap and can_overlap(checkpoint.device)
-    block_p = config.tile.block_p
-    tile_bytes = block_p * state * checkpoint.element_size()
-    tiles = batch * heads * triton.cdiv(head_dim, block_p)
-    ahead = _ahead(config, checkpoint, tile_bytes) if head_dim % block_p == 0 else 0
-    ring = conv.ring.shape[1] if conv else 1
-    kernel = conv.weight.shape[1] if conv else 1
+    if conv and not fused:
+        C = x.new_empty((batch, tokens, groups, state))  # behind the convolution
+    ring, kernel = (conv.ring.shape[1], conv.weight.shape[1]) if conv else (1, 1)
     unused = positions  # stands where a pointer is not read
-    new = {
-        "x_ptr": x,
-        "b_ptr": unused if conv else B,
-        "dt_ptr": dt,
-        "dt_bias_ptr": unused if dt_bias is None else dt_bias,
-        "dt_low": dt_min,
-        "dt_high": dt_max,
-        "ring_ptr": conv.ring if conv else unused,
-        "weight_ptr": conv.weight if conv else unused,
-        "conv_bias_ptr": conv.bias if conv and conv.bias is not None else unused,
-    }
-    buffers = {"x_buffer_ptr": x_buffer, "b_buffer_ptr": B_buffer, "dt_buffer_ptr": dt_buffer}
-    sizes = {"H": heads, "G": groups, "P": head_dim, "N": state, "SLOTS": slots}
-    variant = {
-        "CONV": conv is not None,
-        "RING": ring,
-        "K": kernel,
-        "HAS_CONV_BIAS": conv is not None and conv.bias is not None,
-        "SILU": conv is not None and conv.silu,
-        "HAS_DT_BIAS": dt_bias is not None,
-    }
+    # Arguments go by position: with fifty of them, names cost the host more than the launch.
+    new = (
+        x, unused if conv else B, unused if C is None else C, dt, unused if dt_bias is None else dt_bias, dt_min, dt_max,
+        *((conv.ring, conv.weight, unused if conv.bias is None else conv.bias) if conv else (unused, unused, unused)),
+        x_buffer, B_buffer, dt_buffer,
+    )  # fmt: skip
     x_strides = (x.stride(0), x.stride(1), 0 if conv else x.stride(2))
-    b_strides = (0, 0, 0) if conv else B.stride()[:3]
+    B_strides = (0, 0, 0) if conv else B.stride()[:3]
+    C_strides = (0, 0, 0) if C is None else C.stride()[:3]
+    sizes = (heads, groups, head_dim, state, slots)
+    variant = (conv is not None, ring, kernel, conv is not None and conv.bias is not None,
+               conv is not None and conv.silu)  # fmt: skip
+    tiles = batch * heads * triton.cdiv(head_dim, config.tile.block_p)
     with on_device_of(checkpoint):
-        scores = unused
-        if not fused:
-            block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
-            scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
-            if conv:
-                C = x.new_empty((batch, tokens, groups, state))
-            block_c = config.append_block
-            append_grid = groups + triton.cdiv(heads * head_dim, block_c), batch
-            prefetch_bytes = min(ahead, tiles) * tile_bytes // (append_grid[0] * batch) // 16 * 16
-            for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
-                _append_kernel[append_grid](
-                    positions_ptr=positions, c_ptr=C, scores_ptr=scores, batch=batch, **new, **buffers,
-                    x_stride_b=x_strides[0], x_stride_t=x_strides[1], x_stride_h=x_strides[2],
-                    b_stride_b=b_strides[0], b_stride_t=b_strides[1], b_stride_g=b_strides[2],
-                    c_stride_b=C.stride(0), c_stride_t=C.stride(1), c_stride_g=C.stride(2),
-                    dt_stride_b=dt.stride(0), dt_stride_t=dt.stride(1), dt_stride_h=dt.stride(2),
-                    T=tokens, t0=t0, prefetch_ptr=checkpoint, prefetch_bytes=prefetch_bytes,
-                    PREFETCH=prefetch_bytes > 0 and t0 == 0, REUSES_SLOTS=ring < kernel - 1 + tokens, BLOCK_T=block_t, BLOCK_J=16,
-                    BLOCK_C=block_c, BLOCK_H=min(next_power_of_2(heads // groups), 32), BLOCK_N=block_n,
-                    STARTS=overlaps, **sizes, **variant,
-                    num_warps=config.append_warps if tokens == 1 else 4,
-                )  # fmt: skip
-        c_strides = (0, 0, 0) if C is None else C.stride()[:3]
-        C = unused if C is None else C
-        pointers = (positions, checkpoint, *buffers.values(), scores, C, A, unused if D is None else D, y)
-        flush_apart = not fused and (config.flush is not None or tokens > block_t)
-        waits = overlaps and not fused
-        tile = {
-            **_tile_sizes(config.tile, state, slots),
-            "EVICT": config.tile.evict,
-            "WAITS": waits,
-            "STARTS": flush_apart and can_overlap(y.device),
-            "FLUSH": not flush_apart,
-            "PREFETCH": 0 < ahead < tiles,
-            **_options(config.tile, waits),
-        }
-        if tokens == 1:
-            _step_kernel[(tiles,)](
-                *pointers, **new, batch=batch, ahead=ahead, x_stride_b=x_strides[0], x_stride_h=x_strides[2],
-                b_stride_b=b_strides[0], b_stride_g=b_strides[2], c_stride_b=c_strides[0], c_stride_g=c_strides[2],
-                dt_stride_b=dt.stride(0), dt_stride_h=dt.stride(2), HAS_D=D is not None, FUSED=fused, **sizes,
-                **variant, **tile,
+        if fused:
+            _fused_kernel[(tiles,)](
+                positions, *new, checkpoint, A, unused if D is None else D, y, batch, *x_strides[::2], *B_strides[::2],
+                *C_strides[::2], dt.stride(0), dt.stride(2), *sizes, D is not None, *variant, dt_bias is not None,
+                *_tile_sizes(config.tile, state, slots), config.tile.evict, **_options(config.tile),
             )  # fmt: skip
-        else:
-            _window_kernel[(tiles, triton.cdiv(tokens, block_t))](
-                *pointers, batch, *c_strides, T=tokens, ahead=ahead, HAS_D=D is not None, BLOCK_T=block_t, **sizes, **tile
-            )
+            return
+        overlaps = config.overlap and can_overlap(checkpoint.device)
+        block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
+        block_c = config.append_block
+        scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
+        for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
+            _append_kernel[(groups + triton.cdiv(heads * head_dim, block_c), batch)](
+                positions, *new, scores, batch, *x_strides, *B_strides, *C_strides, *dt.stride(), tokens, t0, *sizes,
+                *variant, ring < kernel - 1 + tokens, dt_bias is not None, block_t, max(next_power_of_2(state), 16), 16,
+                block_c, min(next_power_of_2(heads // groups), 32), overlaps,
+                num_warps=config.append_warps if tokens == 1 else 4,
+            )  # fmt: skip
+        pieces = triton.cdiv(tokens, block_t)
+        flush_apart = config.flush is not None or pieces > 1
+        starts = flush_apart and can_overlap(y.device)
+        common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
+                  batch, *C_strides)  # fmt: skip
+        how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps, starts, not flush_apart)
+        options = _options(config.tile, overlaps)
+        if tokens > 1:
+            _window_kernel[(tiles, pieces)](*common, tokens, *sizes, D is not None, block_t, *how, **options)
+            if flush_apart:
+                _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, waits=starts)
+            return
+        _step_kernel[(tiles,)](*common, *sizes, D is not None, *how, **options)
         if flush_apart:
-            _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, behind_step=True)
+            _flush_kernel[_few_programs(config, config.flush, checkpoint)](
+                *common, *sizes, D is not None, *_tile_sizes(config.flush, state, slots), config.flush.evict, starts,
+                **_options(config.flush, starts),
+            )  # fmt: skip
 
 
-def _ahead(config: _configs.Config, checkpoint: torch.Tensor, tile_bytes: int) -> int:
-    """How many tiles of the state are on their way before their turn."""
-    if config.prefetch == 0 or not can_overlap(checkpoint.device) or tile_bytes % 16 or checkpoint.data_ptr() % 16:
-        return 0
-    return config.prefetch * 2**20 // tile_bytes
-
-
-def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> dict[str, int]:
-    return {
-        "BLOCK_P": tile.block_p,
-        "BLOCK_J": min(max(next_power_of_2(slots), 16), tile.slots),
-        "COLUMNS": min(max(next_power_of_2(state), 16), tile.columns),
-    }
+def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, int]:
+    """BLOCK_P, BLOCK_J, COLUMNS."""
+    return (
+        tile.block_p,
+        min(max(next_power_of_2(slots), 16), tile.slots),
+        min(max(next_power_of_2(state), 16), tile.columns),
+    )
 
 
 def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
@@ -366,17 +332,22 @@ def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
     return {"num_warps": tile.warps, "num_stages": 1, **({"launch_pdl": True} if overlaps else {})}
 
 
-def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, behind_step=False) -> None:
-    """Into `out`; where that is the checkpoint, of rows that fold anything. `behind_step`: as a step's last launch."""
-    batch, heads, head_dim, state = checkpoint.shape
+def _few_programs(config: _configs.Config, tile: _configs.Tile, checkpoint: torch.Tensor) -> tuple[int]:
+    """The grid of a kernel whose programs go through all tiles of the state."""
+    batch, heads, head_dim, _ = checkpoint.shape
+    tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
+    return (min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)
+
+
+def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, waits=False) -> None:
+    """Into `out`; where that is the checkpoint, of rows that fold anything. `waits`: for a launch that it overlaps."""
+    heads, head_dim, state = checkpoint.shape[1:]
     groups, slots = B_buffer.shape[1:3]
     tile = config.flush or config.tile
-    waits = behind_step and can_overlap(checkpoint.device)
-    tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
-    _fold_kernel[(min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)](
-        positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, batch,
-        H=heads, G=groups, P=head_dim, N=state, SLOTS=slots, INPLACE=out is checkpoint, WAITS=waits,
-        **_tile_sizes(tile, state, slots), **_options(tile, waits),
+    _fold_kernel[_few_programs(config, tile, checkpoint)](
+        positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, checkpoint.shape[0],
+        heads, groups, head_dim, state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), waits,
+        **_options(tile, waits),
     )  # fmt: skip
 
 
