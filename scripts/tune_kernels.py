@@ -24,7 +24,7 @@ from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 
 # block_p, warps, columns, for a state of 128
 HOT = [(32, 1, 32), (32, 1, 64), (32, 2, 32), (32, 2, 64), (64, 2, 32), (64, 4, 32), (64, 4, 64)]
-WINDOW = [(32, 1, 32), (32, 2, 32), (32, 2, 64), (64, 4, 32), (64, 4, 64)]
+WINDOW = [(32, 1, 32), (32, 2, 32), (64, 2, 32), (64, 4, 32)]
 FLUSH = [(64, 2, 32), (32, 1, 32), (64, 4, 64), (32, 2, 64)]
 
 
@@ -57,7 +57,7 @@ class Job:
         from replayssm_kernels._configs import Tile, _fit
 
         geometry = self.case.geometry
-        slots = (16,) if self.tokens == 1 else (16, 32)
+        slots = (16,) if self.tokens == 1 else (16, 32, 64)
         tiles = [Tile(*size, evict, n) for size in sizes for n in slots]
         return list(dict.fromkeys(_fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles))
 
@@ -91,10 +91,10 @@ class Job:
 
     def all_candidates(self) -> list:
         """Enough of them that every kernel is compiled."""
-        apart = self.apart() if self.tokens == 1 else self.together()
+        apart = self.apart()
         some = [*self.together(), *apart]
         return [
-            *some, *(self.flushes(apart[0]) if self.tokens == 1 else ()), *self.appends(apart[0]),
+            *some, *self.flushes(apart[0]), *self.appends(apart[0]),
             *(dataclasses.replace(config, overlap=not config.overlap) for config in some if not config.fused),
         ]  # fmt: skip
 
@@ -113,10 +113,9 @@ class Job:
         """(configuration, microseconds) of what was tried, best first."""
         measure = self.measure(bench)
         tried = [(config, {name: measure(config, name) for name in self.steps()}) for config in self.together()]
-        if self.tokens == 1:
-            plain = {config: measure(config, "plain") for config in self.apart()}
-            best = min(plain, key=plain.get)
-            tried += [(config, {"plain": plain[best], "flush": measure(config, "flush")}) for config in self.flushes(best)]
+        plain = {config: measure(config, "plain") for config in self.apart()}
+        best = min(plain, key=plain.get)
+        tried += [(config, {"plain": plain[best], "flush": measure(config, "flush")}) for config in self.flushes(best)]
         tried.sort(key=lambda item: self.cost(item[1]))
         best = [config for config, _ in tried if not config.fused][:4]
         for config in best:

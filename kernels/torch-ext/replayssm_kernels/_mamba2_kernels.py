@@ -9,10 +9,10 @@ For a row and a head, S0 the checkpoint, tokens counted from the oldest in the b
 The output never needs a state but S0, so a call reads the state once and writes it only in the rows that flush.
 
 Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, once for each group of heads) and
-`_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_step_kernel` with FUSED does
-all of it: a launch saved is worth more there than work done once for a group. A kernel that can flush needs so many
-registers that fewer programs fit on a multiprocessor, also in the steps that do not flush; where that costs more than
-reading the state once more at a flush, the flush is left to `_fold_kernel` in a launch of its own.
+`_step_kernel`, for a token or a window of them. For one token and a small batch, `_fused_kernel` does all of it: a
+launch saved is worth more there than work done once for a group. A kernel that can flush needs so many registers that
+fewer programs fit on a multiprocessor, also in the steps that do not flush; where that costs more than a launch, rows
+that flush are left to `_flush_kernel`. A flush alone is `_fold_kernel`.
 
 Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
 float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, final_dt, state_by_16bit
+from ._arithmetic import dot_16bit, dot_float32_by_16bit, final_dt
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
@@ -186,26 +186,28 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     return tl.trans(acc)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "T"])
 def _step_kernel(
     positions_ptr,
     checkpoint_ptr,
     x_buffer_ptr,
     b_buffer_ptr,
     dt_buffer_ptr,
-    scores_ptr,  # (batch, group, 1, SLOTS)
-    c_ptr,  # (batch, 1, group, N)
+    scores_ptr,  # (batch, group, T, SLOTS)
+    c_ptr,  # (batch, T, group, N)
     a_ptr,
     d_ptr,
-    y_ptr,  # (batch, 1, head, P)
+    y_ptr,  # (batch, T, head, P)
     batch,
     c_stride_b, c_stride_t, c_stride_g,
+    T,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_D: tl.constexpr,
+    ONE: tl.constexpr,  # T is 1
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -214,7 +216,7 @@ def _step_kernel(
     STARTS: tl.constexpr,  # the next launch early
     FLUSH: tl.constexpr,  # here; or rows that fold are left to _flush_kernel
 ):  # fmt: skip
-    """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
+    """One tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
     if STARTS:
         may_start_next()
     b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
@@ -224,12 +226,12 @@ def _step_kernel(
             return
     _step_tile(
         b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr,
-        c_ptr + b * c_stride_b + g * c_stride_g, a_ptr, d_ptr, y_ptr,
-        H, G, P, N, SLOTS, HAS_D, BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, FLUSH,
+        c_ptr + b * c_stride_b + g * c_stride_g, c_stride_t, a_ptr, d_ptr, y_ptr, T,
+        H, G, P, N, SLOTS, HAS_D, ONE, BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, FLUSH,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "T"])
 def _flush_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -243,12 +245,14 @@ def _flush_kernel(
     y_ptr,
     batch,
     c_stride_b, c_stride_t, c_stride_g,
+    T,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_D: tl.constexpr,
+    ONE: tl.constexpr,  # T is 1
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -268,8 +272,8 @@ def _flush_kernel(
         if fold > 0:
             _step_tile(
                 b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr,
-                scores_ptr, c_ptr + b * c_stride_b + g * c_stride_g, a_ptr, d_ptr, y_ptr,
-                H, G, P, N, SLOTS, HAS_D, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True,
+                scores_ptr, c_ptr + b * c_stride_b + g * c_stride_g, c_stride_t, a_ptr, d_ptr, y_ptr, T,
+                H, G, P, N, SLOTS, HAS_D, ONE, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True,
             )  # fmt: skip
 
 
@@ -295,12 +299,16 @@ def _most_folded(positions_ptr, batch):
 @triton.jit
 def _step_tile(
     b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr,
-    c_group_ptr, a_ptr, d_ptr, y_ptr,
+    c_group_ptr, c_stride_t, a_ptr, d_ptr, y_ptr, T,
     H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, HAS_D: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr, WAITS: tl.constexpr,
-    FLUSH: tl.constexpr,
+    ONE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr,
+    WAITS: tl.constexpr, FLUSH: tl.constexpr,
 ):  # fmt: skip
-    """Output of one tile, and its flush where the row folds."""
+    """
+    The outputs of one tile, token after token with the state in registers, and its flush where the row folds. Products
+    are plain sums, not those of a matrix unit: the layouts that it wants cost a way through shared memory for every
+    load, one after the other, which takes longer than the sums of a few tokens do.
+    """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     # The state first: what follows goes on while it is under way.
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
@@ -309,18 +317,52 @@ def _step_tile(
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
-    C = ()  # in parts, as the state
-    for part in tl.static_range(PARTS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        C = C + (tl.load(c_group_ptr + n, mask=n < N, other=0.0).to(tl.float32),)
+    p_ok = p < P
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
-    y = _output(
-        state, C, tl.zeros((BLOCK_P,), tl.float32), 0.0, held + count, first, A, D, x_row_ptr, b_group_ptr, dt_row_ptr,
-        scores_ptr + (b * G + g) * SLOTS, p < P, P, N, SLOTS, False, BLOCK_P, BLOCK_J, COLUMNS,
-    )  # fmt: skip
-    tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
+
+    # The newest places of the buffer, BLOCK_J of them, stay in registers, each with its weight
+    # dt_j exp(A (time from j to the token at hand)); where there are older ones, they are read for every token.
+    end = held + count
+    oldest = tl.maximum(end - BLOCK_J, 0) if SLOTS > BLOCK_J else 0
+    place = oldest + tl.arange(0, BLOCK_J)
+    _, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    x = x.to(tl.float32)
+    dt_held = tl.where(place < held, dt, 0.0)
+    weight = dt_held * tl.exp(tl.minimum(A * _time_behind(dt_held), 0.0))
+    recent = tl.sum(dt_held, axis=0)  # time of the tokens in registers, up to the one at hand
+    older_blocks = (oldest + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 0
+    for t in range(1 if ONE else T):
+        new = held + t
+        if ONE:
+            dt_new = tl.sum(tl.where(place == new, dt, 0.0), axis=0)
+        else:
+            dt_new = tl.load(dt_row_ptr + ring_slot(first, tl.minimum(new, SLOTS - 1), SLOTS), mask=new < end, other=0.0)
+        weight = tl.where(place == new, dt_new, weight * tl.exp(tl.minimum(A * dt_new, 0.0)))
+        recent += tl.where(new >= oldest, dt_new, 0.0)
+        row_scores_ptr = scores_ptr + ((b * G + g) * T + t) * SLOTS
+        seen = (place <= new) & (place < end)
+        scores = tl.load(row_scores_ptr + place, mask=seen, other=0.0)
+        y = tl.sum((weight * scores + tl.where(place == new, D, 0.0))[:, None] * x, axis=0)
+        elapsed = recent
+        for block in range(older_blocks):  # from the newest to the oldest, since a token decays with the time behind it
+            place_old = oldest - (block + 1) * BLOCK_J + tl.arange(0, BLOCK_J)
+            end_old = tl.minimum(tl.minimum(oldest, new + 1), end)
+            place_old = tl.where(place_old >= 0, place_old, end_old)
+            _, x_old, dt_old = _buffered(place_old, end_old, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+            scores = tl.load(row_scores_ptr + place_old, mask=place_old < end_old, other=0.0)
+            weight_old = dt_old * tl.exp(tl.minimum(A * (_time_behind(dt_old) + elapsed), 0.0)) * scores
+            weight_old += tl.where(place_old == new, D, 0.0)
+            y += tl.sum(weight_old[:, None] * x_old.to(tl.float32), axis=0)
+            elapsed += tl.sum(dt_old, axis=0)
+        products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)  # parts are added before lanes are: few shuffles
+        for part in tl.static_range(PARTS):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            C = tl.load(c_group_ptr + t * c_stride_t + n, mask=n < N, other=0.0)
+            products += state[part].to(tl.float32) * C.to(tl.float32)[None, :]
+        y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
+        tl.store(y_ptr + ((b * T + t) * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
     if FLUSH:
         if fold > 0:
             _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
@@ -436,61 +478,26 @@ def _fused_kernel(
     y = dt * tl.sum(B_by_C, axis=0) * x.to(tl.float32)
     if HAS_D:
         y += tl.load(d_ptr + h).to(tl.float32) * x.to(tl.float32)
-    y = _output(
-        state, C, y, dt, held, first, A, 0.0, x_row_ptr, b_group_ptr, dt_row_ptr, dt_row_ptr, p < P,
-        P, N, SLOTS, True, BLOCK_P, BLOCK_J, COLUMNS,
-    )  # fmt: skip
+    j = tl.arange(0, BLOCK_J)
+    elapsed = dt
+    if SLOTS <= BLOCK_J:
+        y, elapsed = _output_block(y, elapsed, j, held, first, A, C, x_row_ptr, b_group_ptr, dt_row_ptr, p < P,
+                                   P, N, SLOTS, BLOCK_J, COLUMNS)  # fmt: skip
+    else:
+        blocks = (held + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):
+            place = (blocks - 1 - block) * BLOCK_J + j
+            y, elapsed = _output_block(y, elapsed, place, held, first, A, C, x_row_ptr, b_group_ptr, dt_row_ptr, p < P,
+                                       P, N, SLOTS, BLOCK_J, COLUMNS)  # fmt: skip
+    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+    for part in tl.static_range(PARTS):
+        products += state[part].to(tl.float32) * C[part][None, :]
+    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
         _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
               P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-
-
-@triton.jit
-def _output(
-    state,
-    C,  # float32, in parts as the state
-    y,  # (BLOCK_P,) what newer tokens than those of the buffer add
-    after_all,  # the time behind those of the buffer
-    end,  # places of the buffer below this one count
-    first,
-    A,
-    D,  # of the newest of them
-    x_row_ptr,
-    b_group_ptr,
-    dt_row_ptr,
-    row_scores_ptr,  # (SLOTS,), unused with PRODUCTS
-    p_ok,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    PRODUCTS: tl.constexpr,  # of B and C are computed here; or they are at hand
-    BLOCK_P: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """y_t of the module's docstring, for one token: (BLOCK_P,) float32."""
-    j = tl.arange(0, BLOCK_J)
-    if SLOTS <= BLOCK_J:
-        y_block, after_all = _output_block(
-            j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
-            P, N, SLOTS, PRODUCTS, BLOCK_J, COLUMNS,
-        )  # fmt: skip
-        y += y_block
-    else:
-        blocks = (end + BLOCK_J - 1) // BLOCK_J
-        for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
-            y_block, after_all = _output_block(
-                (blocks - 1 - block) * BLOCK_J + j, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr,
-                row_scores_ptr, p_ok, P, N, SLOTS, PRODUCTS, BLOCK_J, COLUMNS,
-            )  # fmt: skip
-            y += y_block
-    # Parts are added before lanes are: few shuffles.
-    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
-    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
-        products += state[part].to(tl.float32) * C[part][None, :]
-    return tl.exp(tl.minimum(A * after_all, 0.0)) * tl.sum(products, axis=1) + y
 
 
 @triton.jit
@@ -524,29 +531,19 @@ def _time_behind(dt):
 
 @triton.jit
 def _output_block(
-    place, end, first, A, D, after_all, C, x_row_ptr, b_group_ptr, dt_row_ptr, row_scores_ptr, p_ok,
-    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, PRODUCTS: tl.constexpr,
-    BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
+    y, elapsed, place, end, first, A, C, x_row_ptr, b_group_ptr, dt_row_ptr, p_ok,
+    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """
-    What the tokens at some places of the buffer add to the output of the token at hand: (BLOCK_P,), when `after_all`
-    has passed since the newest of them. Also `after_all` with their own time.
-    """
+    """`y` with what some places of the buffer add, B_j . C being computed here; `elapsed`, the time behind, with theirs."""
     slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    used = place < end
-    if PRODUCTS:
-        products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
-        for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=used[:, None] & (n < N)[None, :], other=0.0)
-            products += B.to(tl.float32) * C[part][None, :]
-        scores = tl.sum(products, axis=1)
-    else:
-        scores = tl.load(row_scores_ptr + place, mask=used, other=0.0)
-    after = _time_behind(dt) + after_all
-    weight = dt * tl.exp(tl.where(used, tl.minimum(A * after, 0.0), float("-inf"))) * scores
-    weight += tl.where(place == end - 1, D, 0.0)
-    return tl.sum(weight[:, None] * x.to(tl.float32), axis=0), after_all + tl.sum(dt, axis=0)
+    products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        ok = (place < end)[:, None] & (n < N)[None, :]
+        B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
+        products += B.to(tl.float32) * C[part][None, :]
+    weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + elapsed), 0.0)) * tl.sum(products, axis=1)
+    return y + tl.sum(weight[:, None] * x.to(tl.float32), axis=0), elapsed + tl.sum(dt, axis=0)
 
 
 @triton.jit
@@ -587,7 +584,7 @@ def _fold(
         n = part * COLUMNS + tl.arange(0, COLUMNS)
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
         if SLOTS <= BLOCK_J:
-            inputs = dot_float32_by_16bit(weighted, B[part], inputs, 3)
+            inputs = dot_float32_by_16bit(weighted, B[part], inputs)
         else:
             time = tl.zeros((), tl.float32)
             for block in range(blocks):
@@ -596,7 +593,7 @@ def _fold(
                 weighted, time = _weighted_inputs(place, count, x, dt, A, time)
                 ok = (place < count)[:, None] & (n < N)[None, :]
                 B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
-                inputs = dot_float32_by_16bit(weighted, B_block, inputs, 3)
+                inputs = dot_float32_by_16bit(weighted, B_block, inputs)
         folded = tl.exp(tl.minimum(A * time, 0.0)) * state[part].to(tl.float32) + inputs
         tl.store(
             out_ptr + p[:, None] * N + n[None, :],
@@ -614,135 +611,6 @@ def _weighted_inputs(place, count, x, dt, A, after_all):
     dt = tl.where(place < count, dt, 0.0)
     weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
     return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
-
-
-@triton.jit(do_not_specialize=["batch", "T"])
-def _window_kernel(
-    positions_ptr,
-    checkpoint_ptr,
-    x_buffer_ptr,
-    b_buffer_ptr,
-    dt_buffer_ptr,
-    scores_ptr,  # (batch, group, T, SLOTS)
-    c_ptr,  # (batch, T, group, N)
-    a_ptr,
-    d_ptr,
-    y_ptr,  # (batch, T, head, P)
-    batch,
-    c_stride_b, c_stride_t, c_stride_g,
-    T,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    HAS_D: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVICT: tl.constexpr,
-    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-    STARTS: tl.constexpr,  # the next launch early
-    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
-):  # fmt: skip
-    """
-    A piece of a window, one tile: BLOCK_P rows of the state of one head. All products are (BLOCK_P, .) times (., T): a
-    matrix unit takes eight tokens at a time on that side, and no fewer than sixteen on the other.
-    """
-    if STARTS:
-        may_start_next()
-    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
-    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
-    p_ok = p < P
-    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
-    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
-    if WAITS:
-        wait_for_previous()
-    A = tl.load(a_ptr + h).to(tl.float32)
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
-    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
-    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
-    t = t0 + tl.arange(0, BLOCK_T)
-    t_ok = t < tl.minimum(T, count)
-    row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS) + t[None, :] * SLOTS
-
-    # All loads stand here, before anything is computed: the products need shared memory, and nothing is moved over a
-    # barrier by the compiler. First the piece's own tokens, then the older ones, those of earlier pieces among them.
-    start = held + tl.minimum(count, t0)
-    end = tl.minimum(held + count, start + BLOCK_T)
-    OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
-    i = start + tl.arange(0, OWN)
-    _, x_own, dt_own = _buffered(i, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
-    visible = (i < end)[:, None] & (i[:, None] <= held + t[None, :])
-    scores_own = tl.load(row_scores_ptr + i[:, None], mask=visible & t_ok[None, :], other=0.0)
-    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
-    C = ()
-    for part in tl.static_range(PARTS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        at = t[None, :] * c_stride_t + n[:, None]
-        ok = t_ok[None, :] & (n < N)[:, None]
-        C = C + (tl.load(c_ptr + b * c_stride_b + g * c_stride_g + at, mask=ok, other=0.0),)
-    blocks = (start + BLOCK_J - 1) // BLOCK_J
-    x, dt, scores = _window_block(
-        (blocks - 1) * BLOCK_J, start, first, t_ok, x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok, P, SLOTS, BLOCK_J
-    )
-
-    # Older tokens, decayed up to the beginning of this piece.
-    y = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
-    after_all = tl.zeros((), tl.float32)
-    for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
-        x_next, dt_next, scores_next = _window_block(
-            (blocks - 2 - block) * BLOCK_J, start, first, t_ok, x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok,
-            P, SLOTS, BLOCK_J,
-        )  # fmt: skip
-        weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
-        y = dot_16bit_by_float32(tl.trans(x), weight[:, None] * scores, y)
-        after_all += tl.sum(dt, axis=0)
-        x = x_next
-        dt = dt_next
-        scores = scores_next
-
-    # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
-    # as exact as its exponent needs, since the one that is subtracted is small.
-    exponent = tl.minimum(A * (_time_behind(dt_own)[:, None] - _time_behind(dt_t)[None, :]), 0.0)
-    weight = dt_own[:, None] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores_own
-    weight += tl.where(i[:, None] == held + t[None, :], D, 0.0)
-
-    y_state = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
-    for part in tl.static_range(PARTS):
-        y_state = state_by_16bit(state[part], C[part], y_state)
-    y += tl.exp(tl.minimum(A * after_all, 0.0)) * y_state
-    y *= tl.exp(tl.minimum(A * tl.cumsum(dt_t, axis=0), 0.0))[None, :]
-    y = dot_16bit_by_float32(tl.trans(x_own), weight, y)
-    tl.store(
-        y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
-        y.to(y_ptr.dtype.element_ty),
-        mask=(t < T)[None, :] & p_ok[:, None],
-    )
-
-    if FLUSH:
-        if fold > 0:
-            # The state again, from a cache: held up to here it would cost every window that does not flush.
-            state = _load_state(head_state_ptr, p, P, N, COLUMNS, "")
-            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-
-
-@triton.jit
-def _window_block(
-    block_start, end, first, t_ok, x_row_ptr, dt_row_ptr, row_scores_ptr, p_ok, P: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-):  # fmt: skip
-    """x (J, BLOCK_P), dt (J,) and scores (J, T) of a block of places; zeros from `end` on and before the first."""
-    place = block_start + tl.arange(0, BLOCK_J)
-    before_end = tl.where(place >= 0, place, end)
-    _, x, dt = _buffered(before_end, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    ok = (before_end < end)[:, None] & t_ok[None, :]
-    return x, dt, tl.load(row_scores_ptr + place[:, None], mask=ok, other=0.0)
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -764,17 +632,11 @@ def _fold_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WAITS: tl.constexpr,
 ):
-    """
-    The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
-    tiles: this is launched behind every step, and where no row flushes it must not take long.
-    """
+    """The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any."""
     tiles = batch * H * ((P + BLOCK_P - 1) // BLOCK_P)
     if INPLACE:
         tiles = tl.where(_most_folded(positions_ptr, batch) > 0, tiles, 0)
-    if WAITS:
-        wait_for_previous()
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
