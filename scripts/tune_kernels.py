@@ -23,9 +23,9 @@ from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 
 
 # block_p, warps, columns, for a state of 128
-HOT = [(32, 1, 32), (32, 1, 64), (32, 2, 32), (32, 2, 64), (64, 2, 32), (64, 4, 32), (64, 4, 64)]
-WINDOW = [(32, 1, 32), (32, 2, 32), (64, 2, 32), (64, 4, 32)]
-FLUSH = [(64, 2, 32), (32, 1, 32), (64, 4, 64), (32, 2, 64)]
+HOT = [(32, 1, 32), (32, 1, 64), (32, 2, 32), (64, 2, 32), (64, 4, 64)]
+WINDOW = [(32, 1, 32), (32, 2, 32), (64, 4, 32)]
+FLUSH = [(32, 1, 32), (32, 2, 32), (64, 4, 32)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,40 +53,51 @@ class Job:
     def cost(self, us: dict[str, float]) -> float:
         return ((self.cycle - 1) * us["plain"] + us["flush"]) / self.cycle
 
-    def tiles(self, sizes: list[tuple], evict: str) -> list:
-        from replayssm_kernels._configs import Tile, _fit
+    @property
+    def small(self) -> bool:
+        """Whether launches overlap at first, and state that was read once is given up first in the cache."""
+        return self.heads < 8192
+
+    def fitted(self, tiles: list) -> list:
+        from replayssm_kernels._configs import _fit
 
         geometry = self.case.geometry
-        slots = (16,) if self.tokens == 1 else (16, 32, 64)
-        tiles = [Tile(*size, evict, n) for size in sizes for n in slots]
         return list(dict.fromkeys(_fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles))
+
+    def tiles(self) -> list:
+        from replayssm_kernels._configs import Tile
+
+        evict = "evict_first" if self.small else ""
+        if self.tokens == 1:
+            return self.fitted([Tile(*size, evict, 16, stream) for size in HOT for stream in (False, True)])
+        return self.fitted([Tile(*size, evict, slots) for size in WINDOW for slots in (16, 32)])
 
     def together(self) -> list:
         """Configurations in which the rows that flush go with the others."""
         from replayssm_kernels._configs import Config
 
-        small = self.heads < 8192
-        tiles = self.tiles(HOT if self.tokens == 1 else WINDOW, "evict_first" if small else "")
-        found = [Config(tile, overlap=small) for tile in tiles]
-        if small and self.tokens == 1:
-            found += [Config(tile, fused=True) for tile in tiles]
+        found = [Config(tile, overlap=self.small) for tile in self.tiles()]
+        if self.small and self.tokens == 1:
+            found += [Config(tile, fused=True) for tile in self.tiles() if not tile.stream]
         return found
 
     def apart(self) -> list:
         """Those in which they have a launch of their own, all with one and the same tile there."""
-        from replayssm_kernels._configs import Config
+        return [
+            dataclasses.replace(config, flush=self.flush_tiles()[0]) for config in self.together() if not config.fused
+        ]
 
-        small = self.heads < 8192
-        flush = self.tiles(FLUSH[:1], "")[0]
-        tiles = self.tiles(HOT if self.tokens == 1 else WINDOW, "evict_first" if small else "")
-        return [Config(tile, flush=flush, overlap=small) for tile in tiles]
+    def flush_tiles(self) -> list:
+        from replayssm_kernels._configs import Tile
+
+        return self.fitted([Tile(*size, "", 16 if self.tokens == 1 else 32) for size in FLUSH])
 
     def flushes(self, config) -> list:
         """`config` with every tile for the flush."""
         return [
             dataclasses.replace(config, flush=tile, flush_programs=programs)
-            for tile in self.tiles(FLUSH, "")
-            for programs in (4, 12)
+            for tile in self.flush_tiles()
+            for programs in (8, 16)
         ]
 
     def all_candidates(self) -> list:
@@ -95,7 +106,7 @@ class Job:
         some = [*self.together(), *apart]
         return [
             *some, *self.flushes(apart[0]), *self.appends(apart[0]),
-            *(dataclasses.replace(config, overlap=not config.overlap) for config in some if not config.fused),
+            *(dataclasses.replace(config, overlap=False) for config in some if config.overlap and not config.fused),
         ]  # fmt: skip
 
     def appends(self, config) -> list:
@@ -117,9 +128,9 @@ class Job:
         best = min(plain, key=plain.get)
         tried += [(config, {"plain": plain[best], "flush": measure(config, "flush")}) for config in self.flushes(best)]
         tried.sort(key=lambda item: self.cost(item[1]))
-        best = [config for config, _ in tried if not config.fused][:4]
+        best = [config for config, _ in tried if config.overlap and not config.fused][:4]
         for config in best:
-            option = dataclasses.replace(config, overlap=not config.overlap)
+            option = dataclasses.replace(config, overlap=False)
             tried.append((option, {name: measure(option, name) for name in self.steps()}))
         tried.sort(key=lambda item: self.cost(item[1]))
         config, us = tried[0]
@@ -247,7 +258,10 @@ def fields(config) -> dict:
 
 
 def show(config) -> str:
-    tile = lambda t: f"{t.block_p}x{t.columns} w{t.warps} j{t.slots}{' ' + t.evict if t.evict else ''}"  # noqa: E731
+    def tile(tile):
+        stream = " stream" if tile.stream else ""
+        return f"{tile.block_p}x{tile.columns} w{tile.warps} j{tile.slots} {tile.evict}{stream}"
+
     if config.flush is None:
         how = "fused" if config.fused else "overlap" if config.overlap else ""
         return f"{tile(config.tile)} {how} append {config.append_block} w{config.append_warps}"

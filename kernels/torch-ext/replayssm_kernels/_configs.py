@@ -27,6 +27,7 @@ class Tile:
     columns: int  # of the state in one piece of registers
     evict: str = ""  # eviction policy of the state's loads
     slots: int = 64  # of the buffer at a time, a power of two >= 16
+    stream: bool = False  # one token: the state goes through shared memory, and not into registers at once
 
 
 @dataclass(frozen=True)

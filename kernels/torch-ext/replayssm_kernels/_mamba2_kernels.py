@@ -9,10 +9,10 @@ For a row and a head, S0 the checkpoint, tokens counted from the oldest in the b
 The output never needs a state but S0, so a call reads the state once and writes it only in the rows that flush.
 
 Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, once for each group of heads) and
-`_step_kernel`, for a token or a window of them. For one token and a small batch, `_fused_kernel` does all of it: a
-launch saved is worth more there than work done once for a group. A kernel that can flush needs so many registers that
-fewer programs fit on a multiprocessor, also in the steps that do not flush; where that costs more than a launch, rows
-that flush are left to `_flush_kernel`. A flush alone is `_fold_kernel`.
+`_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_step_kernel` with FUSED does
+all of it: a launch saved is worth more there than work done once for a group. A kernel that can flush needs so many
+registers that fewer programs fit on a multiprocessor, also in the steps that do not flush; where that costs more than
+reading the state once more at a flush, the flush is left to `_fold_kernel` in a launch of its own.
 
 Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
 float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, dot_float32_by_16bit, final_dt
+from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, final_dt, state_by_16bit
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
@@ -186,95 +186,107 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     return tl.trans(acc)
 
 
-@triton.jit(do_not_specialize=["batch", "T"])
+@triton.jit(do_not_specialize=["batch"])
 def _step_kernel(
     positions_ptr,
     checkpoint_ptr,
     x_buffer_ptr,
     b_buffer_ptr,
     dt_buffer_ptr,
-    scores_ptr,  # (batch, group, T, SLOTS)
-    c_ptr,  # (batch, T, group, N)
+    scores_ptr,  # (batch, group, 1, SLOTS)
+    c_ptr,  # (batch, 1, group, N)
     a_ptr,
     d_ptr,
-    y_ptr,  # (batch, T, head, P)
+    y_ptr,  # (batch, 1, head, P)
     batch,
     c_stride_b, c_stride_t, c_stride_g,
-    T,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     HAS_D: tl.constexpr,
-    ONE: tl.constexpr,  # T is 1
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
-    FLUSH: tl.constexpr,  # here; or rows that fold are left to _flush_kernel
+    STREAM: tl.constexpr,  # the state goes through shared memory, and not into registers at once
+    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
 ):  # fmt: skip
-    """One tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
+    """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
     if STARTS:
         may_start_next()
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
+    # The state first: what follows goes on while it is under way.
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
-    if not FLUSH:
-        if fold > 0:
-            return
-    _step_tile(
-        b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr,
-        c_ptr + b * c_stride_b + g * c_stride_g, c_stride_t, a_ptr, d_ptr, y_ptr, T,
-        H, G, P, N, SLOTS, HAS_D, ONE, BLOCK_P, BLOCK_J, COLUMNS, EVICT, WAITS, FLUSH,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["batch", "T"])
-def _flush_kernel(
-    positions_ptr,
-    checkpoint_ptr,
-    x_buffer_ptr,
-    b_buffer_ptr,
-    dt_buffer_ptr,
-    scores_ptr,
-    c_ptr,
-    a_ptr,
-    d_ptr,
-    y_ptr,
-    batch,
-    c_stride_b, c_stride_t, c_stride_g,
-    T,
-    H: tl.constexpr,
-    G: tl.constexpr,
-    P: tl.constexpr,
-    N: tl.constexpr,
-    SLOTS: tl.constexpr,
-    HAS_D: tl.constexpr,
-    ONE: tl.constexpr,  # T is 1
-    BLOCK_P: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    EVICT: tl.constexpr,
-    WAITS: tl.constexpr,
-):  # fmt: skip
-    """
-    Output and flush of the rows that fold, behind a _step_kernel that leaves them out. A few programs go through all
-    tiles: this is launched at every step, and where no row flushes it must not take long.
-    """
-    tiles = tl.where(_most_folded(positions_ptr, batch) > 0, batch * H * ((P + BLOCK_P - 1) // BLOCK_P), 0)
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    if not STREAM:
+        state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     if WAITS:
         wait_for_previous()
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
-        first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    A = tl.load(a_ptr + h).to(tl.float32)
+    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
+    p_ok = p < P
+    c_group_ptr = c_ptr + b * c_stride_b + g * c_stride_g
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
+    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+    row_scores_ptr = scores_ptr + (b * G + g) * SLOTS
+    if not STREAM:
+        C = ()  # in parts, as the state
+        for part in tl.static_range(PARTS):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            C = C + (tl.load(c_group_ptr + n, mask=n < N, other=0.0).to(tl.float32),)
+
+    # Parts are added before lanes are: few shuffles.
+    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+    end = held + count
+    j = tl.arange(0, BLOCK_J)
+    y = tl.zeros((BLOCK_P,), tl.float32)
+    elapsed = tl.zeros((), tl.float32)  # time behind the places of the buffer seen so far
+    if SLOTS <= BLOCK_J:
+        _, x, dt = _buffered(j, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+        scores = tl.load(row_scores_ptr + j, mask=j < end, other=0.0)
+    if STREAM:
+        # All parts are under way, into shared memory, before the first is used.
+        for part in tl.range(0, PARTS, num_stages=PARTS + 1):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            ok = p_ok[:, None] & (n < N)[None, :]
+            state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
+            C = tl.load(c_group_ptr + n, mask=n < N, other=0.0)
+            products += state.to(tl.float32) * C.to(tl.float32)[None, :]
+    if SLOTS <= BLOCK_J:
+        y, elapsed = _add_inputs(y, elapsed, j, end, x, dt, scores, A, D)
+    else:
+        blocks = (end + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
+            place = (blocks - 1 - block) * BLOCK_J + j
+            _, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+            scores = tl.load(row_scores_ptr + place, mask=place < end, other=0.0)
+            y, elapsed = _add_inputs(y, elapsed, place, end, x, dt, scores, A, D)
+    if not STREAM:
+        for part in tl.static_range(PARTS):
+            products += state[part].to(tl.float32) * C[part][None, :]
+    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
+    tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
+    if FLUSH:
         if fold > 0:
-            _step_tile(
-                b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr,
-                scores_ptr, c_ptr + b * c_stride_b + g * c_stride_g, c_stride_t, a_ptr, d_ptr, y_ptr, T,
-                H, G, P, N, SLOTS, HAS_D, ONE, BLOCK_P, BLOCK_J, COLUMNS, EVICT, False, True,
-            )  # fmt: skip
+            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _add_inputs(y, elapsed, place, end, x, dt, scores, A, D):
+    """
+    `y` (BLOCK_P,) with what the tokens at some places of the buffer add, of which the newest has skip weight D;
+    `elapsed`, the time behind them, with theirs.
+    """
+    weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + elapsed), 0.0)) * scores
+    weight += tl.where(place == end - 1, D, 0.0)
+    return y + tl.sum(weight[:, None] * x.to(tl.float32), axis=0), elapsed + tl.sum(dt, axis=0)
 
 
 @triton.jit
@@ -284,89 +296,6 @@ def _tile(tile, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.c
     row_head = tile // P_BLOCKS
     h = row_head % H
     return (row_head // H).to(tl.int64), h, h // (H // G), (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
-
-
-@triton.jit
-def _most_folded(positions_ptr, batch):
-    """The greatest FOLD of all rows."""
-    most = 0
-    for b0 in range(0, batch, 256):
-        row = b0 + tl.arange(0, 256)
-        most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + row, mask=row < batch, other=0), axis=0))
-    return most
-
-
-@triton.jit
-def _step_tile(
-    b, h, g, p, first, held, count, fold, checkpoint_ptr, x_buffer_ptr, b_buffer_ptr, dt_buffer_ptr, scores_ptr,
-    c_group_ptr, c_stride_t, a_ptr, d_ptr, y_ptr, T,
-    H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, HAS_D: tl.constexpr,
-    ONE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr, EVICT: tl.constexpr,
-    WAITS: tl.constexpr, FLUSH: tl.constexpr,
-):  # fmt: skip
-    """
-    The outputs of one tile, token after token with the state in registers, and its flush where the row folds. Products
-    are plain sums, not those of a matrix unit: the layouts that it wants cost a way through shared memory for every
-    load, one after the other, which takes longer than the sums of a few tokens do.
-    """
-    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    # The state first: what follows goes on while it is under way.
-    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
-    if WAITS:
-        wait_for_previous()
-    A = tl.load(a_ptr + h).to(tl.float32)
-    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
-    p_ok = p < P
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
-    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
-    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
-
-    # The newest places of the buffer, BLOCK_J of them, stay in registers, each with its weight
-    # dt_j exp(A (time from j to the token at hand)); where there are older ones, they are read for every token.
-    end = held + count
-    oldest = tl.maximum(end - BLOCK_J, 0) if SLOTS > BLOCK_J else 0
-    place = oldest + tl.arange(0, BLOCK_J)
-    _, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    x = x.to(tl.float32)
-    dt_held = tl.where(place < held, dt, 0.0)
-    weight = dt_held * tl.exp(tl.minimum(A * _time_behind(dt_held), 0.0))
-    recent = tl.sum(dt_held, axis=0)  # time of the tokens in registers, up to the one at hand
-    older_blocks = (oldest + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 0
-    for t in range(1 if ONE else T):
-        new = held + t
-        if ONE:
-            dt_new = tl.sum(tl.where(place == new, dt, 0.0), axis=0)
-        else:
-            dt_new = tl.load(dt_row_ptr + ring_slot(first, tl.minimum(new, SLOTS - 1), SLOTS), mask=new < end, other=0.0)
-        weight = tl.where(place == new, dt_new, weight * tl.exp(tl.minimum(A * dt_new, 0.0)))
-        recent += tl.where(new >= oldest, dt_new, 0.0)
-        row_scores_ptr = scores_ptr + ((b * G + g) * T + t) * SLOTS
-        seen = (place <= new) & (place < end)
-        scores = tl.load(row_scores_ptr + place, mask=seen, other=0.0)
-        y = tl.sum((weight * scores + tl.where(place == new, D, 0.0))[:, None] * x, axis=0)
-        elapsed = recent
-        for block in range(older_blocks):  # from the newest to the oldest, since a token decays with the time behind it
-            place_old = oldest - (block + 1) * BLOCK_J + tl.arange(0, BLOCK_J)
-            end_old = tl.minimum(tl.minimum(oldest, new + 1), end)
-            place_old = tl.where(place_old >= 0, place_old, end_old)
-            _, x_old, dt_old = _buffered(place_old, end_old, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-            scores = tl.load(row_scores_ptr + place_old, mask=place_old < end_old, other=0.0)
-            weight_old = dt_old * tl.exp(tl.minimum(A * (_time_behind(dt_old) + elapsed), 0.0)) * scores
-            weight_old += tl.where(place_old == new, D, 0.0)
-            y += tl.sum(weight_old[:, None] * x_old.to(tl.float32), axis=0)
-            elapsed += tl.sum(dt_old, axis=0)
-        products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)  # parts are added before lanes are: few shuffles
-        for part in tl.static_range(PARTS):
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            C = tl.load(c_group_ptr + t * c_stride_t + n, mask=n < N, other=0.0)
-            products += state[part].to(tl.float32) * C.to(tl.float32)[None, :]
-        y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
-        tl.store(y_ptr + ((b * T + t) * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
-    if FLUSH:
-        if fold > 0:
-            _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -479,16 +408,19 @@ def _fused_kernel(
     if HAS_D:
         y += tl.load(d_ptr + h).to(tl.float32) * x.to(tl.float32)
     j = tl.arange(0, BLOCK_J)
+    blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
     elapsed = dt
-    if SLOTS <= BLOCK_J:
-        y, elapsed = _output_block(y, elapsed, j, held, first, A, C, x_row_ptr, b_group_ptr, dt_row_ptr, p < P,
-                                   P, N, SLOTS, BLOCK_J, COLUMNS)  # fmt: skip
-    else:
-        blocks = (held + BLOCK_J - 1) // BLOCK_J
-        for block in range(blocks):
-            place = (blocks - 1 - block) * BLOCK_J + j
-            y, elapsed = _output_block(y, elapsed, place, held, first, A, C, x_row_ptr, b_group_ptr, dt_row_ptr, p < P,
-                                       P, N, SLOTS, BLOCK_J, COLUMNS)  # fmt: skip
+    for block in range(blocks):
+        place = (blocks - 1 - block) * BLOCK_J + j
+        slot, x_block, dt_block = _buffered(place, held, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
+        products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
+        for part in tl.static_range(PARTS):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            ok = (place < held)[:, None] & (n < N)[None, :]
+            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
+            products += B.to(tl.float32) * C[part][None, :]
+        # The skip weight is that of the new token, which is in `y` already.
+        y, elapsed = _add_inputs(y, elapsed, place, held, x_block, dt_block, tl.sum(products, axis=1), A, 0.0)
     products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
     for part in tl.static_range(PARTS):
         products += state[part].to(tl.float32) * C[part][None, :]
@@ -496,8 +428,8 @@ def _fused_kernel(
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(state, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-              P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+        _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+              tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -530,26 +462,9 @@ def _time_behind(dt):
 
 
 @triton.jit
-def _output_block(
-    y, elapsed, place, end, first, A, C, x_row_ptr, b_group_ptr, dt_row_ptr, p_ok,
-    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """`y` with what some places of the buffer add, B_j . C being computed here; `elapsed`, the time behind, with theirs."""
-    slot, x, dt = _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    products = tl.zeros((BLOCK_J, COLUMNS), tl.float32)
-    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        ok = (place < end)[:, None] & (n < N)[None, :]
-        B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
-        products += B.to(tl.float32) * C[part][None, :]
-    weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + elapsed), 0.0)) * tl.sum(products, axis=1)
-    return y + tl.sum(weight[:, None] * x.to(tl.float32), axis=0), elapsed + tl.sum(dt, axis=0)
-
-
-@triton.jit
 def _fold(
-    state,  # of the head, rows p: (BLOCK_P, COLUMNS) for each part of the columns
-    out_ptr,  # of the head: (P, N)
+    head_state_ptr,  # (P, N)
+    out_ptr,  # the same, or float32 elsewhere
     x_row_ptr,  # of the head, (SLOTS, P) at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
@@ -557,6 +472,7 @@ def _fold(
     first,
     A,
     p,
+    parts,  # of the columns: all of them, or none
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -565,41 +481,38 @@ def _fold(
     COLUMNS: tl.constexpr,
 ):
     """
-    Stores the state after the `count` oldest places of the buffer, one part of its columns after the other, so that few
-    registers are held beside the state's own.
+    Stores the state after the `count` oldest places of the buffer. The state is read again, from a cache where the
+    output has just read it: a loop over parts of its columns, all of them under way into shared memory before the first
+    is used. So a kernel that can flush needs no more registers than one that can't.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     p_ok = p < P
     j = tl.arange(0, BLOCK_J)
-    blocks = (count + BLOCK_J - 1) // BLOCK_J
-    B = ()
     if SLOTS <= BLOCK_J:
         slot, x, dt = _buffered(j, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-        for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            ok = (j < count)[:, None] & (n < N)[None, :]
-            B = B + (tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0),)
         weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
-    for part in tl.static_range(PARTS):
+    for part in tl.range(0, parts, num_stages=PARTS + 1):
         n = part * COLUMNS + tl.arange(0, COLUMNS)
+        ok = p_ok[:, None] & (n < N)[None, :]
+        at = p[:, None] * N + n[None, :]
+        state = tl.load(head_state_ptr + at, mask=ok, other=0.0)
         inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
         if SLOTS <= BLOCK_J:
-            inputs = dot_float32_by_16bit(weighted, B[part], inputs)
+            b_ok = (j < count)[:, None] & (n < N)[None, :]
+            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
+            inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
         else:
             time = tl.zeros((), tl.float32)
+            blocks = (count + BLOCK_J - 1) // BLOCK_J
             for block in range(blocks):
                 place = (blocks - 1 - block) * BLOCK_J + j
                 slot, x, dt = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
                 weighted, time = _weighted_inputs(place, count, x, dt, A, time)
-                ok = (place < count)[:, None] & (n < N)[None, :]
-                B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
-                inputs = dot_float32_by_16bit(weighted, B_block, inputs)
-        folded = tl.exp(tl.minimum(A * time, 0.0)) * state[part].to(tl.float32) + inputs
-        tl.store(
-            out_ptr + p[:, None] * N + n[None, :],
-            folded.to(out_ptr.dtype.element_ty),
-            mask=p_ok[:, None] & (n < N)[None, :],
-        )
+                b_ok = (place < count)[:, None] & (n < N)[None, :]
+                B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
+                inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
+        folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
+        tl.store(out_ptr + at, folded.to(out_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -611,6 +524,110 @@ def _weighted_inputs(place, count, x, dt, A, after_all):
     dt = tl.where(place < count, dt, 0.0)
     weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
     return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def _window_kernel(
+    positions_ptr,
+    checkpoint_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    scores_ptr,  # (batch, group, T, SLOTS)
+    c_ptr,  # (batch, T, group, N)
+    a_ptr,
+    d_ptr,
+    y_ptr,  # (batch, T, head, P)
+    batch,
+    c_stride_b, c_stride_t, c_stride_g,
+    T,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EVICT: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    STARTS: tl.constexpr,  # the next launch early
+    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
+):  # fmt: skip
+    """
+    A piece of a window, one tile: BLOCK_P rows of the state of one head. All products are (BLOCK_P, .) times (., T): a
+    matrix unit takes eight tokens at a time on that side, and no fewer than sixteen on the other.
+    """
+    if STARTS:
+        may_start_next()
+    PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
+    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
+    p_ok = p < P
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    if WAITS:
+        wait_for_previous()
+    A = tl.load(a_ptr + h).to(tl.float32)
+    D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
+    dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
+    t = t0 + tl.arange(0, BLOCK_T)
+    t_ok = t < tl.minimum(T, count)
+    row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS) + t[None, :] * SLOTS
+
+    # The state by C, a loop whose loads are all under way before the first product: into shared memory, asynchronously.
+    y_state = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
+    for part in tl.range(0, PARTS, num_stages=PARTS + 1):
+        n = part * COLUMNS + tl.arange(0, COLUMNS)
+        state_ok = p_ok[:, None] & (n < N)[None, :]
+        state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0, eviction_policy=EVICT)
+        at = b * c_stride_b + g * c_stride_g + t[None, :] * c_stride_t + n[:, None]
+        C = tl.load(c_ptr + at, mask=t_ok[None, :] & (n < N)[:, None], other=0.0)
+        y_state = state_by_16bit(state, C, y_state)
+
+    # Older tokens, those of earlier pieces among them, decayed up to the beginning of this piece.
+    start = held + tl.minimum(count, t0)
+    y = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
+    after_all = tl.zeros((), tl.float32)
+    blocks = (start + BLOCK_J - 1) // BLOCK_J
+    for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
+        place = (blocks - 1 - block) * BLOCK_J + tl.arange(0, BLOCK_J)
+        _, x, dt = _buffered(place, start, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+        scores_ok = (place < start)[:, None] & t_ok[None, :]
+        scores = tl.load(row_scores_ptr + place[:, None], mask=scores_ok, other=0.0)
+        weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
+        y = dot_16bit_by_float32(tl.trans(x), weight[:, None] * scores, y)
+        after_all += tl.sum(dt, axis=0)
+
+    # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
+    # as exact as its exponent needs, since the one that is subtracted is small.
+    end = tl.minimum(held + count, start + BLOCK_T)
+    OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
+    i = start + tl.arange(0, OWN)
+    _, x_own, dt_own = _buffered(i, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
+    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
+    visible = (i < end)[:, None] & (i[:, None] <= held + t[None, :])
+    scores_own = tl.load(row_scores_ptr + i[:, None], mask=visible & t_ok[None, :], other=0.0)
+    exponent = tl.minimum(A * (_time_behind(dt_own)[:, None] - _time_behind(dt_t)[None, :]), 0.0)
+    weight = dt_own[:, None] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores_own
+    weight += tl.where(i[:, None] == held + t[None, :], D, 0.0)
+    y += tl.exp(tl.minimum(A * after_all, 0.0)) * y_state
+    y *= tl.exp(tl.minimum(A * tl.cumsum(dt_t, axis=0), 0.0))[None, :]
+    y = dot_16bit_by_float32(tl.trans(x_own), weight, y)
+    tl.store(
+        y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
+        y.to(y_ptr.dtype.element_ty),
+        mask=(t < T)[None, :] & p_ok[:, None],
+    )
+
+    if FLUSH:
+        if fold > 0:
+            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -632,19 +649,30 @@ def _fold_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    WAITS: tl.constexpr,
 ):
-    """The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any."""
+    """
+    The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
+    tiles: this is launched behind every step, and where no row flushes it must not take long.
+    """
+    most = 0
+    for b0 in range(0, batch, 256):
+        row = b0 + tl.arange(0, 256)
+        most = tl.maximum(most, tl.max(tl.load(positions_ptr + 4 * batch + row, mask=row < batch, other=0), axis=0))
     tiles = batch * H * ((P + BLOCK_P - 1) // BLOCK_P)
     if INPLACE:
-        tiles = tl.where(_most_folded(positions_ptr, batch) > 0, tiles, 0)
+        tiles = tl.where(most > 0, tiles, 0)
+    if WAITS:
+        wait_for_previous()
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
         if (fold > 0) | (not INPLACE):
             head = (b * H + h) * (P * N)
             _fold(
-                _load_state(checkpoint_ptr + head, p, P, N, COLUMNS, ""), out_ptr + head,
+                checkpoint_ptr + head, out_ptr + head,
                 x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :], b_buffer_ptr + (b * G + g) * (SLOTS * N),
                 dt_buffer_ptr + (b * H + h) * SLOTS, fold, tl.load(positions_ptr + batch + b),
-                tl.load(a_ptr + h).to(tl.float32), p, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                tl.load(a_ptr + h).to(tl.float32), p, (N + COLUMNS - 1) // COLUMNS,
+                P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

@@ -28,7 +28,7 @@ from ._launch import (
     on_device_of,
     rows_contiguous,
 )
-from ._mamba2_kernels import _append_kernel, _flush_kernel, _fold_kernel, _fused_kernel, _step_kernel
+from ._mamba2_kernels import _append_kernel, _fold_kernel, _fused_kernel, _step_kernel, _window_kernel
 from ._operators import define
 from ._overlap import can_overlap
 
@@ -269,8 +269,8 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     # Arguments go by position: with fifty of them, names cost the host more than the launch.
     new = (
         x, unused if conv else B, unused if C is None else C, dt, unused if dt_bias is None else dt_bias,
-        dt_min, dt_max, *((conv.ring, conv.weight, unused if conv.bias is None else conv.bias) if conv else (unused, unused, unused)),
-        x_buffer, B_buffer, dt_buffer,
+        dt_min, dt_max, conv.ring if conv else unused, conv.weight if conv else unused,
+        conv.bias if conv and conv.bias is not None else unused, x_buffer, B_buffer, dt_buffer,
     )  # fmt: skip
     x_strides = (x.stride(0), x.stride(1), 0 if conv else x.stride(2))
     B_strides = (0, 0, 0) if conv else B.stride()[:3]
@@ -298,18 +298,23 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 block_c, min(next_power_of_2(heads // groups), 32), overlaps,
                 num_warps=config.append_warps if tokens == 1 else 4,
             )  # fmt: skip
-        starts = config.flush is not None and can_overlap(y.device)
+        pieces = triton.cdiv(tokens, block_t)
+        flush_apart = config.flush is not None or pieces > 1
+        starts = flush_apart and can_overlap(y.device)
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
-                  batch, *C_strides, tokens, *sizes, D is not None, tokens == 1)  # fmt: skip
-        _step_kernel[(tiles,)](
-            *common, *_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps, starts, config.flush is None,
-            **_options(config.tile, overlaps),
-        )  # fmt: skip
-        if config.flush is not None:
-            _flush_kernel[_few_programs(config, config.flush, checkpoint)](
-                *common, *_tile_sizes(config.flush, state, slots), config.flush.evict, starts,
-                **_options(config.flush, starts),
-            )  # fmt: skip
+                  batch, *C_strides)  # fmt: skip
+        how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps, starts)
+        options = _options(config.tile, overlaps)
+        if tokens == 1:
+            _step_kernel[(tiles,)](
+                *common, *sizes, D is not None, *how, config.tile.stream, not flush_apart, **options
+            )
+        else:
+            _window_kernel[(tiles, pieces)](
+                *common, tokens, *sizes, D is not None, block_t, *how, not flush_apart, **options
+            )
+        if flush_apart:
+            _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, waits=starts)
 
 
 def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, int]:
@@ -333,15 +338,15 @@ def _few_programs(config: _configs.Config, tile: _configs.Tile, checkpoint: torc
     return (min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)
 
 
-def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config) -> None:
-    """Into `out`; where that is the checkpoint, of rows that fold anything."""
+def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, waits=False) -> None:
+    """Into `out`; where that is the checkpoint, of rows that fold anything. `waits`: for a launch that it overlaps."""
     heads, head_dim, state = checkpoint.shape[1:]
     groups, slots = B_buffer.shape[1:3]
     tile = config.flush or config.tile
     _fold_kernel[_few_programs(config, tile, checkpoint)](
         positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, checkpoint.shape[0],
-        heads, groups, head_dim, state, slots, out is checkpoint, *_tile_sizes(tile, state, slots),
-        **_options(tile),
+        heads, groups, head_dim, state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), waits,
+        **_options(tile, waits),
     )  # fmt: skip
 
 
