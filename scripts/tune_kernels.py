@@ -69,7 +69,8 @@ class Job:
 
         evict = "evict_first" if self.small else ""
         if self.tokens == 1:
-            return self.fitted([Tile(*size, evict, 16, stream) for size in HOT for stream in (False, True)])
+            how = ((False, True), (False, False), (True, False))  # stream, keep
+            return self.fitted([Tile(*size, evict, 16, *options) for size in HOT for options in how])
         return self.fitted([Tile(*size, evict, slots) for size in WINDOW for slots in (16, 32)])
 
     def together(self) -> list:
@@ -78,14 +79,14 @@ class Job:
 
         found = [Config(tile, overlap=self.small) for tile in self.tiles()]
         if self.small and self.tokens == 1:
-            found += [Config(tile, fused=True) for tile in self.tiles() if not tile.stream]
+            found += [Config(tile, fused=True) for tile in self.tiles() if tile.keep]
         return found
 
     def apart(self) -> list:
         """Those in which they have a launch of their own, all with one and the same tile there."""
-        return [
-            dataclasses.replace(config, flush=self.flush_tiles()[0]) for config in self.together() if not config.fused
-        ]
+        flush = self.flush_tiles()[0]
+        together = [config for config in self.together() if not config.fused and not config.tile.keep]
+        return [dataclasses.replace(config, flush=flush) for config in together]
 
     def flush_tiles(self) -> list:
         from replayssm_kernels._configs import Tile
@@ -259,7 +260,7 @@ def fields(config) -> dict:
 
 def show(config) -> str:
     def tile(tile):
-        stream = " stream" if tile.stream else ""
+        stream = " stream" if tile.stream else " keep" if tile.keep else ""
         return f"{tile.block_p}x{tile.columns} w{tile.warps} j{tile.slots} {tile.evict}{stream}"
 
     if config.flush is None:

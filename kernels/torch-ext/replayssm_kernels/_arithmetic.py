@@ -60,63 +60,55 @@ def leading_bits(x):
 
 
 @triton.jit
-def dot_float32_by_16bit(a, b, acc, TERMS: tl.constexpr):
+def dot_float32_by_16bit(a, b, acc):
     """
-    acc + a @ b with float32 `a` as a sum of TERMS bfloat16 numbers: three for a state, two (16 bits, a relative error
-    of 1e-5) where only an output depends on it. `b` is an activation: bfloat16, float16, or float32 (exact as well).
+    acc + a @ b with float32 `a` as a sum of three bfloat16 numbers, for a state. `b` is an activation: bfloat16,
+    float16, or float32 (exact as well).
     """
     if b.dtype == tl.float32:
         return tl.dot(a, b, acc, input_precision="ieee")
     high, a_high = leading_bits(a)
-    if TERMS == 3:
-        middle, a_middle = leading_bits(a - a_high)
-        low = (a - a_high - a_middle).to(tl.bfloat16)
-    else:
-        middle = (a - a_high).to(tl.bfloat16)
+    middle, a_middle = leading_bits(a - a_high)
+    low = (a - a_high - a_middle).to(tl.bfloat16)
     if b.dtype == tl.bfloat16:
-        if TERMS == 3:
-            acc = dot_16bit(low, b, acc)
+        acc = dot_16bit(low, b, acc)
         acc = dot_16bit(middle, b, acc)
         return dot_16bit(high, b, acc)
     b_high, b_leading = leading_bits(b.to(tl.float32))
     b_low = (b.to(tl.float32) - b_leading).to(tl.bfloat16)
-    if TERMS == 3:
-        acc = dot_16bit(middle, b_low, acc)
-        acc = dot_16bit(low, b_high, acc)
+    acc = dot_16bit(middle, b_low, acc)
+    acc = dot_16bit(low, b_high, acc)
     acc = dot_16bit(high, b_low, acc)
     acc = dot_16bit(middle, b_high, acc)
     return dot_16bit(high, b_high, acc)
 
 
 @triton.jit
-def dot_16bit_by_float32(a, b, acc):
-    """acc + a @ b for an output: an activation by float32 `b` as two bfloat16 terms (a relative error of 1e-5)."""
-    if a.dtype == tl.float32:
-        return tl.dot(a, b, acc, input_precision="ieee")
-    high, b_high = leading_bits(b)
-    low = (b - b_high).to(tl.bfloat16)
-    if a.dtype == tl.bfloat16:
-        acc = dot_16bit(a, low, acc)
-        return dot_16bit(a, high, acc)
-    a_high, a_leading = leading_bits(a.to(tl.float32))
-    a_low = (a.to(tl.float32) - a_leading).to(tl.bfloat16)
-    acc = dot_16bit(a_high, low, acc)
-    acc = dot_16bit(a_low, high, acc)
-    return dot_16bit(a_high, high, acc)
+def dot_for_output(a, b, acc):
+    """
+    acc + a @ b where only an output depends on it. 16-bit numbers are multiplied exactly; of a float32 operand beside a
+    16-bit one two bfloat16 terms (16 bits, a relative error of 1e-5) are taken.
+    """
+    if (a.dtype == b.dtype) & (a.dtype != tl.float32):
+        return dot_16bit(a, b, acc)
+    a_whole: tl.constexpr = a.dtype == tl.bfloat16
+    b_whole: tl.constexpr = b.dtype == tl.bfloat16
+    if not a_whole and not b_whole:
+        if (a.dtype == tl.float32) & (b.dtype == tl.float32):
+            return tl.dot(a, b, acc, input_precision="ieee")
+    a_high, a_low = _two_terms(a)
+    b_high, b_low = _two_terms(b)
+    if not b_whole:
+        acc = dot_16bit(a_high, b_low, acc)
+    if not a_whole:
+        acc = dot_16bit(a_low, b_high, acc)
+    return dot_16bit(a_high, b_high, acc)
 
 
 @triton.jit
-def state_by_16bit(state, c, acc):
-    """
-    acc + state @ c for an output, `c` an activation: a 16-bit state exactly, a float32 one as two bfloat16 terms (or in
-    float32, if `c` is).
-    """
-    if c.dtype == tl.float32:
-        return tl.dot(state.to(tl.float32), c, acc, input_precision="ieee")
-    if state.dtype == c.dtype:
-        return dot_16bit(state, c, acc)
-    if state.dtype == tl.bfloat16:  # and c is float16, the sum of two bfloat16 numbers
-        c_high, c_leading = leading_bits(c.to(tl.float32))
-        acc = dot_16bit(state, (c.to(tl.float32) - c_leading).to(tl.bfloat16), acc)
-        return dot_16bit(state, c_high, acc)
-    return dot_float32_by_16bit(state.to(tl.float32), c, acc, 2)
+def _two_terms(x):
+    """The leading bits of `x` and the rest, as bfloat16."""
+    if x.dtype == tl.bfloat16:
+        return x, x
+    high, leading = leading_bits(x.to(tl.float32))
+    return high, (x.to(tl.float32) - leading).to(tl.bfloat16)

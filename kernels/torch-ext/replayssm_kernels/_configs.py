@@ -26,8 +26,11 @@ class Tile:
     warps: int
     columns: int  # of the state in one piece of registers
     evict: str = ""  # eviction policy of the state's loads
-    slots: int = 64  # of the buffer at a time, a power of two >= 16
-    stream: bool = False  # one token: the state goes through shared memory, and not into registers at once
+    slots: int = 16  # of the buffer at a time, a power of two >= 16
+    # One token: the state goes through shared memory, and not into registers at once; or it is kept in registers for a
+    # flush, and not read again.
+    stream: bool = False
+    keep: bool = False
 
 
 @dataclass(frozen=True)

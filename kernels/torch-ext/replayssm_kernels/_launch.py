@@ -46,12 +46,23 @@ def check(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: 
 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
-    if tensor.dim() == len(shape):
-        shape = tuple(actual if size is None else size for size, actual in zip(shape, tensor.shape))
-    if tensor.shape != shape:
-        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with the other arguments it must be {shape}.")
+    if not _fits(tensor.shape, shape):
+        wanted = shape
+        if tensor.dim() == len(shape):
+            wanted = tuple(actual if size is None else size for size, actual in zip(shape, tensor.shape))
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with the other arguments it must be {wanted}.")
     if tensor.device != like.device:
         raise ValueError(f"{name} is on {tensor.device}, others are on {like.device}: move it there.")
+
+
+def _fits(actual: torch.Size, shape: tuple[int | None, ...]) -> bool:
+    """(A plain loop: every call checks a dozen tensors, and in eager mode the device may wait for it.)"""
+    if len(actual) != len(shape):
+        return False
+    for size, expected in zip(actual, shape):
+        if expected is not None and size != expected:
+            return False
+    return True
 
 
 def check_same_dtype(name: str, tensor: torch.Tensor, other: torch.Tensor, of: str) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, final_dt, state_by_16bit
+from ._arithmetic import dot_16bit, dot_float32_by_16bit, dot_for_output, final_dt
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
@@ -213,6 +213,7 @@ def _step_kernel(
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STARTS: tl.constexpr,  # the next launch early
     STREAM: tl.constexpr,  # the state goes through shared memory, and not into registers at once
+    KEEP: tl.constexpr,  # it is kept in registers for a flush, and not read again
     FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
 ):  # fmt: skip
     """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
@@ -274,8 +275,8 @@ def _step_kernel(
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
     if FLUSH:
         if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_row_ptr, b_group_ptr, dt_row_ptr, fold,
+                  first, A, p, KEEP, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -428,8 +429,8 @@ def _fused_kernel(
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-              tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+        _fold(head_state_ptr, head_state_ptr, state, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+              True, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -465,6 +466,7 @@ def _time_behind(dt):
 def _fold(
     head_state_ptr,  # (P, N)
     out_ptr,  # the same, or float32 elsewhere
+    state,  # with KEPT: rows p of it, (BLOCK_P, COLUMNS) for each part of the columns
     x_row_ptr,  # of the head, (SLOTS, P) at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
@@ -472,7 +474,7 @@ def _fold(
     first,
     A,
     p,
-    parts,  # of the columns: all of them, or none
+    KEPT: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -481,38 +483,72 @@ def _fold(
     COLUMNS: tl.constexpr,
 ):
     """
-    Stores the state after the `count` oldest places of the buffer. The state is read again, from a cache where the
-    output has just read it: a loop over parts of its columns, all of them under way into shared memory before the first
-    is used. So a kernel that can flush needs no more registers than one that can't.
+    Stores the state after the `count` oldest places of the buffer. With KEPT it is taken from
+    registers. Otherwise it is read (again, from a cache, where the output has just read it): all parts of its columns
+    are under way into shared memory before the first is used, and the kernel needs no more registers than one that
+    cannot flush.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    p_ok = p < P
     j = tl.arange(0, BLOCK_J)
+    slot, x, dt = _buffered(j, count if SLOTS <= BLOCK_J else 0, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
+    weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
+    if KEPT:
+        B = ()
+        for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
+            B = B + (_buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS),)
+        for part in tl.static_range(PARTS):
+            _fold_part(part, out_ptr, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
+                       first, A, p, j, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+    else:
+        for part in tl.range(0, PARTS, num_stages=PARTS + 1):
+            n = part * COLUMNS + tl.arange(0, COLUMNS)
+            ok = (p < P)[:, None] & (n < N)[None, :]
+            again = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0)
+            B = _buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS)
+            _fold_part(part, out_ptr, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
+                       first, A, p, j, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+
+
+@triton.jit
+def _buffered_B(
+    part, place, end, slot, b_group_ptr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A part of the columns of B at some places below `end`, (J, COLUMNS); unused where BLOCK_J does not span SLOTS."""
+    n = part * COLUMNS + tl.arange(0, COLUMNS)
+    ok = (place < end)[:, None] & (n < N)[None, :]
+    if SLOTS > BLOCK_J:
+        return 0.0
+    return tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _fold_part(
+    part, out_ptr, state, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count, first, A, p, j,
+    P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Stores a part of the columns. `B`, `weighted` and `time` serve where BLOCK_J spans the buffer."""
+    n = part * COLUMNS + tl.arange(0, COLUMNS)
+    inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
     if SLOTS <= BLOCK_J:
-        slot, x, dt = _buffered(j, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-        weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
-    for part in tl.range(0, parts, num_stages=PARTS + 1):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
-        ok = p_ok[:, None] & (n < N)[None, :]
-        at = p[:, None] * N + n[None, :]
-        state = tl.load(head_state_ptr + at, mask=ok, other=0.0)
-        inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
-        if SLOTS <= BLOCK_J:
-            b_ok = (j < count)[:, None] & (n < N)[None, :]
-            B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
-            inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
-        else:
-            time = tl.zeros((), tl.float32)
-            blocks = (count + BLOCK_J - 1) // BLOCK_J
-            for block in range(blocks):
-                place = (blocks - 1 - block) * BLOCK_J + j
-                slot, x, dt = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-                weighted, time = _weighted_inputs(place, count, x, dt, A, time)
-                b_ok = (place < count)[:, None] & (n < N)[None, :]
-                B = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=b_ok, other=0.0)
-                inputs = dot_float32_by_16bit(weighted, B, inputs, 3)
-        folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
-        tl.store(out_ptr + at, folded.to(out_ptr.dtype.element_ty), mask=ok)
+        inputs = dot_float32_by_16bit(weighted, B, inputs)
+    else:
+        time = tl.zeros((), tl.float32)
+        blocks = (count + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):
+            place = (blocks - 1 - block) * BLOCK_J + j
+            slot, x, dt = _buffered(place, count, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
+            weighted, time = _weighted_inputs(place, count, x, dt, A, time)
+            ok = (place < count)[:, None] & (n < N)[None, :]
+            B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
+            inputs = dot_float32_by_16bit(weighted, B_block, inputs)
+    folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
+    tl.store(
+        out_ptr + p[:, None] * N + n[None, :],
+        folded.to(out_ptr.dtype.element_ty),
+        mask=(p < P)[:, None] & (n < N)[None, :],
+    )
 
 
 @triton.jit
@@ -587,7 +623,7 @@ def _window_kernel(
         state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0, eviction_policy=EVICT)
         at = b * c_stride_b + g * c_stride_g + t[None, :] * c_stride_t + n[:, None]
         C = tl.load(c_ptr + at, mask=t_ok[None, :] & (n < N)[:, None], other=0.0)
-        y_state = state_by_16bit(state, C, y_state)
+        y_state = dot_for_output(state.to(tl.float32) if C.dtype == tl.float32 else state, C, y_state)
 
     # Older tokens, those of earlier pieces among them, decayed up to the beginning of this piece.
     start = held + tl.minimum(count, t0)
@@ -600,7 +636,7 @@ def _window_kernel(
         scores_ok = (place < start)[:, None] & t_ok[None, :]
         scores = tl.load(row_scores_ptr + place[:, None], mask=scores_ok, other=0.0)
         weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
-        y = dot_16bit_by_float32(tl.trans(x), weight[:, None] * scores, y)
+        y = dot_for_output(tl.trans(x), weight[:, None] * scores, y)
         after_all += tl.sum(dt, axis=0)
 
     # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
@@ -617,7 +653,7 @@ def _window_kernel(
     weight += tl.where(i[:, None] == held + t[None, :], D, 0.0)
     y += tl.exp(tl.minimum(A * after_all, 0.0)) * y_state
     y *= tl.exp(tl.minimum(A * tl.cumsum(dt_t, axis=0), 0.0))[None, :]
-    y = dot_16bit_by_float32(tl.trans(x_own), weight, y)
+    y = dot_for_output(tl.trans(x_own), weight, y)
     tl.store(
         y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
         y.to(y_ptr.dtype.element_ty),
@@ -626,8 +662,8 @@ def _window_kernel(
 
     if FLUSH:
         if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  tl.where(fold > 0, PARTS, 0), P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            _fold(head_state_ptr, head_state_ptr, 0, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+                  False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
@@ -670,9 +706,8 @@ def _fold_kernel(
         if (fold > 0) | (not INPLACE):
             head = (b * H + h) * (P * N)
             _fold(
-                checkpoint_ptr + head, out_ptr + head,
+                checkpoint_ptr + head, out_ptr + head, 0,
                 x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :], b_buffer_ptr + (b * G + g) * (SLOTS * N),
                 dt_buffer_ptr + (b * H + h) * SLOTS, fold, tl.load(positions_ptr + batch + b),
-                tl.load(a_ptr + h).to(tl.float32), p, (N + COLUMNS - 1) // COLUMNS,
-                P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                tl.load(a_ptr + h).to(tl.float32), p, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

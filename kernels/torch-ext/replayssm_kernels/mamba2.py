@@ -307,7 +307,8 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         options = _options(config.tile, overlaps)
         if tokens == 1:
             _step_kernel[(tiles,)](
-                *common, *sizes, D is not None, *how, config.tile.stream, not flush_apart, **options
+                *common, *sizes, D is not None, *how, config.tile.stream,
+                config.tile.keep and not config.tile.stream, not flush_apart, **options
             )
         else:
             _window_kernel[(tiles, pieces)](
