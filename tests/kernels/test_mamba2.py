@@ -29,6 +29,8 @@ from cases import (
 )
 
 import replayssm_kernels as kernels
+from replayssm_kernels import _configs
+from replayssm_kernels._configs import Config, Tile
 
 
 FUSED = (True, False, None)
@@ -109,6 +111,26 @@ def test_dtypes(conv, dtype, checkpoint_dtype, device):
     y, expected = layer.advance(1, fold=0, out_dtype=None)  # rounded to the dtype of the activations
     limit = {F32: 1e-6, BF16: 8e-3 if device == "cpu" else 4e-3, F16: 5e-4}[dtype]
     assert error(y, expected) <= limit
+
+
+CONFIGS = {
+    "from registers, kept": Config(Tile(16, 1, 32, keep=True), append_block=32),
+    "from registers, read again": Config(Tile(32, 1, 16, "evict_first"), overlap=False),
+    "through shared memory": Config(Tile(16, 1, 32, stream=True)),
+    "a flush apart": Config(Tile(16, 2, 16, stream=True), flush=Tile(32, 2, 32), flush_programs=2),
+    "a flush apart, no overlap": Config(Tile(16, 1, 64), flush=Tile(16, 1, 16), overlap=False),
+}
+
+
+@needs
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_every_kind_of_configuration(config, dtype, device, monkeypatch):
+    """All ways to go over a state, with a buffer of one block of slots and of several."""
+    monkeypatch.setattr(_configs, "OVERRIDE", config)
+    for slots, lengths in ((5, (1, 1, 3, 1, 5)), (20, (17, 1, 3, 1))):
+        layer = Layer((2, 2, 1, 24, 48, slots), device, dtype, dtype, conv=4, ring=20, first=slots - 2)
+        play(layer, lengths, fused=(False,), flushes=0.7)
 
 
 @needs
