@@ -516,9 +516,7 @@ def _buffered_B(
 ):  # fmt: skip
     """A part of the columns of B at some places below `end`, (J, COLUMNS); unused where BLOCK_J does not span SLOTS."""
     n = part * COLUMNS + tl.arange(0, COLUMNS)
-    ok = (place < end)[:, None] & (n < N)[None, :]
-    if SLOTS > BLOCK_J:
-        return 0.0
+    ok = (place < (end if SLOTS <= BLOCK_J else 0))[:, None] & (n < N)[None, :]
     return tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
 
 
