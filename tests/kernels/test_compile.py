@@ -1,0 +1,120 @@
+"""
+Every kernel is compiled for GPUs that are not here: NVIDIA from compute capability 8.0 and 9.0 (with the overlap of
+launches) and AMD's CDNA 3. What the compiler refuses, and more shared memory than such a GPU has, shows without one.
+"""
+
+import pytest
+import torch
+
+
+triton = pytest.importorskip("triton")
+from cases import BF16, F16, F32, INTERPRETED
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import replayssm_kernels as kernels
+from replayssm_kernels import _configs, _conv, mamba2
+from replayssm_kernels._configs import Config, Tile
+
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles, and does not interpret")
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+LEAST_SHARED_MEMORY = 64 * 1024  # of a block, on any of them
+KERNELS = {
+    mamba2: ("_append_kernel", "_step_kernel", "_fused_kernel", "_window_kernel", "_fold_kernel"),
+    _conv: ("_causal_conv_kernel",),
+}
+POINTERS = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int32: "*i32"}
+
+
+class Compiles:
+    """Stands for a kernel: a launch compiles it for the target and does nothing else."""
+
+    def __init__(self, kernel, target, compiled):
+        self.kernel, self.target, self.compiled = kernel, target, compiled
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps=4, num_stages=3, launch_pdl=False, **named):
+        values = dict(zip(self.kernel.arg_names, args)) | named
+        signature, constants, attributes = {}, {}, {}
+        for i, parameter in enumerate(self.kernel.params):
+            value = values[parameter.name]
+            if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+                signature[parameter.name], constants[(i,)] = "constexpr", value
+            elif isinstance(value, torch.Tensor):
+                signature[parameter.name] = POINTERS[value.dtype]
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        options = {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if launch_pdl else {})
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        result = triton.compile(source, target=self.target, options=options)
+        self.compiled.append((self.kernel.__name__, result))
+
+
+@pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
+def compiled(request, monkeypatch):
+    """(name, result) of every kernel that a call launches."""
+    found = []
+    for module, names in KERNELS.items():
+        for name in names:
+            monkeypatch.setattr(module, name, Compiles(getattr(module, name), request.param, found))
+    monkeypatch.setattr(mamba2, "can_overlap", lambda device: request.param.arch == 90)
+    return found
+
+
+def decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 64, 128, 16), taps=4, **options):
+    batch, heads, groups, head_dim, state, slots = shape
+    channels = heads * head_dim + 2 * groups * state
+    zeros = lambda *size, dtype=dtype: torch.zeros(*size, dtype=dtype)  # noqa: E731
+    x_buffer, B_buffer = zeros(batch, heads, slots, head_dim), zeros(batch, groups, slots, state)
+    positions, A = zeros(5, batch, dtype=torch.int32), zeros(heads, dtype=F32)
+    dt_buffer = zeros(batch, heads, slots, dtype=F32)
+    checkpoint = zeros(batch, heads, head_dim, state, dtype=checkpoint_dtype)
+    kernels.mamba2_decode(
+        positions, zeros(batch, tokens, channels), zeros(batch, tokens, heads), zeros(batch, 40, channels),
+        zeros(channels, taps), zeros(channels), x_buffer, B_buffer, dt_buffer, A, A, checkpoint, dt_bias=A, **options,
+    )  # fmt: skip
+    kernels.mamba2_fold(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"fused": False},
+        {"tokens": 5},
+        {"tokens": 20, "shape": (2, 2, 1, 80, 128, 51), "checkpoint_dtype": BF16, "taps": 3},
+        {"fused": True, "dtype": F16, "shape": (2, 2, 2, 64, 256, 20), "taps": 2},
+        {"fused": False, "dtype": F32, "shape": (2, 3, 1, 128, 256, 40)},
+    ],
+    ids=["step", "window", "window of pieces, blocks of slots", "fused", "float32, state 256"],
+)
+def test_compiles_elsewhere(call, compiled):
+    """With the configuration that a device gets which the table does not know."""
+    decode(**call)
+    assert len(compiled) >= 2
+    assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
+
+
+CONFIGS = [Config(Tile(32, 2, 32, stream=True), flush=Tile(32, 2, 64)), Config(Tile(32, 1, 64, keep=True))]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["stream", "keep"])
+def test_other_configurations_compile(config, compiled, monkeypatch):
+    monkeypatch.setattr(_configs, "OVERRIDE", config)
+    decode(fused=False, checkpoint_dtype=BF16)
+    names = {name for name, _ in compiled}
+    assert names == {"_append_kernel", "_step_kernel", "_fold_kernel"}
+
+
+def test_a_convolution_compiles(compiled):
+    zeros = torch.zeros(2, 5, 64)
+    kernels.causal_conv(torch.zeros(5, 2, dtype=torch.int32), zeros, zeros, torch.zeros(64, 3), None)
+    assert [name for name, _ in compiled] == ["_causal_conv_kernel"]
