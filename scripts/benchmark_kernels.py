@@ -995,6 +995,7 @@ def report(result: dict) -> str:
         f"mamba_ssm {mamba_ssm or 'absent: no ratio to the classic step'}, commit {about.get('commit') or 'unknown'}",
         f"read-only bandwidth {about['bandwidth']['bytes_per_s'] / 1e12:.3f} TB/s ({about['bandwidth']['how']}); "
         f"{about['activation']} activations, times in us, L2 cold; {about.get('seconds', 0):.0f} s in all",
+        *([about["note"]] if "note" in about else []),
         "",
     ]
 

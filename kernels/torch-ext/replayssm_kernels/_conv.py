@@ -8,6 +8,7 @@ import triton.language as tl
 
 from ._arithmetic import silu
 from ._launch import (
+    cdiv,
     check,
     check_owned,
     check_positions,
@@ -222,7 +223,7 @@ def _conv(
     block_c = max(16, min(1024 // block_t, 256, next_power_of_2(channels)))
     with on_device_of(inputs):
         for t0 in range(0, tokens, block_t):  # one after the other: later pieces may take slots that earlier ones read
-            _causal_conv_kernel[(triton.cdiv(channels, block_c), batch)](
+            _causal_conv_kernel[(cdiv(channels, block_c), batch)](
                 positions, inputs, conv_inputs, weight.contiguous(), positions if bias is None else bias, out, batch,
                 inputs.stride(0), inputs.stride(1), tokens, t0, CHANNELS=channels, RING=ring, K=kernel,
                 HAS_BIAS=bias is not None, SILU=silu, REUSES_SLOTS=ring < kernel - 1 + tokens, BLOCK_T=block_t,

@@ -33,6 +33,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up. (`triton.cdiv` is made for kernels, and slow on the host.)"""
+    return -(-a // b)
+
+
 def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its last dimension contiguous (as every projection gives it; else a copy)."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

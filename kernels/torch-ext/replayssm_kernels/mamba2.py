@@ -13,12 +13,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from . import _configs
 from ._conv import PIECE, check_conv
 from ._launch import (
     DTYPES,
+    cdiv,
     check,
     check_owned,
     check_positions,
@@ -278,7 +278,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     sizes = (heads, groups, head_dim, state, slots)
     variant = (conv is not None, ring, kernel, conv is not None and conv.bias is not None,
                conv is not None and conv.silu)  # fmt: skip
-    tiles = batch * heads * triton.cdiv(head_dim, config.tile.block_p)
+    tiles = batch * heads * cdiv(head_dim, config.tile.block_p)
     with on_device_of(checkpoint):
         if fused:
             _fused_kernel[(tiles,)](
@@ -292,13 +292,13 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         block_c = config.append_block
         scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
-            _append_kernel[(groups + triton.cdiv(heads * head_dim, block_c), batch)](
+            _append_kernel[(groups + cdiv(heads * head_dim, block_c), batch)](
                 positions, *new, scores, batch, *x_strides, *B_strides, *C_strides, *dt.stride(), tokens, t0, *sizes,
                 *variant, ring < kernel - 1 + tokens, dt_bias is not None, block_t, max(next_power_of_2(state), 16), 16,
                 block_c, min(next_power_of_2(heads // groups), 32), overlaps,
                 num_warps=config.append_warps if tokens == 1 else 4,
             )  # fmt: skip
-        pieces = triton.cdiv(tokens, block_t)
+        pieces = cdiv(tokens, block_t)
         flush_apart = config.flush is not None or pieces > 1
         starts = flush_apart and can_overlap(y.device)
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
@@ -335,7 +335,7 @@ def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
 def _few_programs(config: _configs.Config, tile: _configs.Tile, checkpoint: torch.Tensor) -> tuple[int]:
     """The grid of a kernel whose programs go through all tiles of the state."""
     batch, heads, head_dim, _ = checkpoint.shape
-    tiles = batch * heads * triton.cdiv(head_dim, tile.block_p)
+    tiles = batch * heads * cdiv(head_dim, tile.block_p)
     return (min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)
 
 
