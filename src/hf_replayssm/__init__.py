@@ -10,6 +10,7 @@ from .cache import ReplayCache, ReplayStats
 from .config import ReplayConfig
 from .integration import disable, enable, is_enabled
 from .layers import CropError
+from .speculative import SpeculationStatistics, SpeculativeOutput, speculative_generate
 from .versions import __version__
 
 
@@ -18,8 +19,11 @@ __all__ = [
     "ReplayCache",
     "ReplayConfig",
     "ReplayStats",
+    "SpeculationStatistics",
+    "SpeculativeOutput",
     "__version__",
     "disable",
     "enable",
     "is_enabled",
+    "speculative_generate",
 ]

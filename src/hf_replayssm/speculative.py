@@ -1,0 +1,890 @@
+"""
+`speculative_generate`: speculative decoding of a whole batch, which `generate` has for one row only.
+
+A *draft* proposes k tokens for each row, the *target* scores them in one forward, and each row keeps its accepted
+drafts and one token of the target's own. One round, top to bottom, is `_Speculation._round`:
+
+    draft       the draft model runs k small forwards, or each row looks up its last tokens in its own text
+    verify      one forward of the target over k + 1 columns: the newest token of each row and its drafts
+    accept      for all rows at once: the drafts up to the first that the target refuses, and the token after them
+    roll back   both caches drop each row's rejected columns; the one transfer to the host tells them how many
+
+Between rounds the target's cache has seen all tokens of a row but the newest, the draft's cache all but the newest two
+(it never saw its own last proposal). So each round adds k + 1 columns to both, and both drop the same number of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers.generation import logits_process
+from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
+from transformers.generation.logits_process import LogitsProcessorList
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.utils import ModelOutput
+
+from .cache import RIGHT_PADDING, ReplayCache
+from .families import FAMILIES, signature, supported_families
+from .integration import is_enabled
+from .positions import upload
+
+
+NUM_ASSISTANT_TOKENS = 5
+MAX_MATCHING_NGRAM_SIZE = 2
+
+# Finished rows leave the caches when they are this share of the rows in them. Leaving copies the rows that stay, so
+# with rows that finish one by one all copies together are at most 8 times the first batch; a carried row costs no more
+# than an eighth of a round.
+LEAVING_SHARE = 1 / 8
+
+# What `generate` serves and a batch of drafts does not, with the values that ask for nothing.
+NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "use_mtp": (None, False),
+    "assistant_early_exit": (None,),
+    "speculation_type": (None,),
+    "guidance_scale": (None, 1, 1.0),
+    "watermarking_config": (None,),
+    "encoder_repetition_penalty": (None, 1, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "token_healing": (None, False),
+    "output_scores": (None, False),
+    "output_logits": (None, False),
+    "output_attentions": (None, False),
+    "output_hidden_states": (None, False),
+    "use_cache": (None, True),
+    "cache_implementation": (None, "replayssm"),
+}
+
+# Processors that look at the scores of a token alone, not at the tokens before it: one call serves a whole window.
+MEMORYLESS = {
+    logits_process.TemperatureLogitsWarper,
+    logits_process.TopKLogitsWarper,
+    logits_process.TopPLogitsWarper,
+    logits_process.MinPLogitsWarper,
+    logits_process.TypicalLogitsWarper,
+    logits_process.EpsilonLogitsWarper,
+    logits_process.EtaLogitsWarper,
+    logits_process.SuppressTokensLogitsProcessor,
+    logits_process.InfNanRemoveLogitsProcessor,
+    logits_process.LogitNormalization,
+}
+
+
+@dataclass(frozen=True)
+class SpeculationStatistics:
+    """
+    What speculation did. Tuples `..._per_row` have an entry for each row of the output, `..._per_round` for each round.
+
+    Attributes:
+        rounds: draft, verify, accept, roll back.
+        new_tokens_per_row: tokens in the output, without the prompt and the padding.
+        drafted_per_row: drafts that the target verified. Not counted are those that a row had no room for, and the
+            columns of a row for which prompt lookup found fewer drafts than for another.
+        accepted_per_row: drafts that are in the output.
+        drafted_per_round, accepted_per_round: the same, over all rows.
+        target_forwards: of the target, for the prompt too. The batch goes through each together.
+        draft_forwards: of the draft model, for the prompt too; 0 with prompt lookup.
+        seconds: from the first forward to the last token, prompt included.
+    """
+
+    rounds: int
+    new_tokens_per_row: tuple[int, ...]
+    drafted_per_row: tuple[int, ...]
+    accepted_per_row: tuple[int, ...]
+    drafted_per_round: tuple[int, ...]
+    accepted_per_round: tuple[int, ...]
+    target_forwards: int
+    draft_forwards: int
+    seconds: float
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(self.new_tokens_per_row)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts per verified one, 0 to 1; 0 if there were none."""
+        return sum(self.accepted_per_row) / max(1, sum(self.drafted_per_row))
+
+    @property
+    def forwards_saved(self) -> int:
+        """Fewer forwards of the target than `generate` without drafts takes: one for each token of the longest row."""
+        return max(self.new_tokens_per_row) - self.target_forwards
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows per second."""
+        return self.new_tokens / self.seconds
+
+
+@dataclass
+class SpeculativeOutput(ModelOutput):
+    """
+    Output of [`speculative_generate`] with `return_dict_in_generate=True`.
+
+    Args:
+        sequences (`torch.LongTensor` of shape `(batch, columns)`): prompts and new tokens, padded on the right.
+        statistics ([`SpeculationStatistics`]): what speculation did.
+        cache ([`ReplayCache`]): the target's. A `cache=` that was passed in has seen each row but its newest token; in
+            one made here only the rows that ran longest may be left.
+    """
+
+    sequences: torch.LongTensor | None = None
+    statistics: SpeculationStatistics | None = None
+    cache: ReplayCache | None = None
+
+
+@torch.no_grad()
+def speculative_generate(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    *,
+    assistant_model: PreTrainedModel | None = None,
+    generation_config: GenerationConfig | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    streamer: BaseStreamer | None = None,
+    tokenizer: Any = None,
+    cache: ReplayCache | None = None,
+    **kwargs: Any,
+) -> torch.LongTensor | SpeculativeOutput:
+    """
+    Speculative decoding of a batch. Greedy decoding gives the tokens of `model.generate` without drafts; sampling draws
+    from the same distribution, by the rule of Leviathan et al., "Fast Inference from Transformers via Speculative
+    Decoding" (2023), but not the same tokens for a seed.
+
+    Args:
+        model: the target, with replay enabled.
+        input_ids (batch, columns) int64: prompts, padded on the left.
+        attention_mask (batch, columns): 0 where `input_ids` is padding. Left out, it is told by `pad_token_id` as in
+            `generate`.
+        assistant_model: the draft: a model of a supported family (enabled here if it is not), or one of attention
+            layers only, with the target's vocabulary.
+        generation_config: as for `generate`.
+        logits_processor: as for `generate`. A processor is called with rows of equal length at a time, which may be
+            any rows of the batch, for rejected tokens too; it must not remember anything of a row.
+        stopping_criteria: as for `generate`. They are called for each token of the output and the rows that got
+            it, with `scores=None`; a row ends at the first token for which one holds.
+        streamer: for a batch of one row. It gets the tokens of a round at once.
+        tokenizer: for `stop_strings`.
+        cache: a [`ReplayCache`] that has seen the first columns of `input_ids`; at least the last must be new to it.
+        **kwargs: fields of a `GenerationConfig`, as `generate` takes them: `max_new_tokens`, `max_length`, `do_sample`,
+            `temperature`, `eos_token_id`, `num_return_sequences`, ... Of speculation:
+
+            - `num_assistant_tokens` (5, unless the target's or the assistant's generation config says more): drafts
+              per round, k.
+            - `num_assistant_tokens_schedule`: `"constant"`, or `"heuristic"` (and `"heuristic_transient"`, the same
+              here): 2 more after a round in which at least half of the rows accepted all drafts, else 1 fewer.
+            - `prompt_lookup_num_tokens`: drafts per round from the row's own tokens, in place of an assistant: what
+              followed the earliest of the longest matches, of up to `max_matching_ngram_size` (2) tokens.
+
+    Returns:
+        (batch, columns + new tokens) int64 on the device of `input_ids`: prompt and new tokens of each row, then
+        `pad_token_id`. With `return_dict_in_generate=True` a [`SpeculativeOutput`], which has the statistics too.
+
+    Raises:
+        ValueError: what cannot be served, with the remedy, before anything is changed.
+
+    Example:
+
+    ```python
+    output = hf_replayssm.speculative_generate(
+        model, **tokenizer(prompts, padding=True, return_tensors="pt"), assistant_model=draft, max_new_tokens=200,
+        return_dict_in_generate=True,
+    )
+    output.statistics.acceptance_rate, output.statistics.tokens_per_second
+    ```
+    """
+    _check_arguments(model, input_ids, attention_mask, kwargs)
+    drafts = _drafts_per_round(model, assistant_model, generation_config, kwargs)
+    ids = input_ids.to(model.device)
+    config, mask = _prepare(model, ids, attention_mask, generation_config, assistant_model, kwargs)
+    ids = ids.repeat_interleave(config.num_return_sequences, dim=0)
+    mask = None if mask is None else mask.repeat_interleave(config.num_return_sequences, dim=0)
+    if streamer is not None and len(ids) > 1:
+        raise ValueError(
+            f"A streamer shows one row and this is a batch of {len(ids)}: leave `streamer` out, or call "
+            "`speculative_generate` row by row."
+        )
+    criteria = _own_criteria(model, config, stopping_criteria, tokenizer)
+    if criteria and len(ids) > 1 and config._pad_token_tensor is None:
+        raise ValueError("Rows that a stopping criterion ends early are padded: set `pad_token_id`.")
+    processors = model._get_logits_processor(
+        generation_config=config,
+        input_ids_seq_length=ids.shape[1],
+        encoder_input_ids=None,
+        logits_processor=LogitsProcessorList(logits_processor or []),
+        device=ids.device,
+        model_kwargs={"attention_mask": None if mask is None else mask.to(ids.device)},
+    )
+    rows_may_leave = cache is None
+    if cache is None:
+        settings = model._replay_settings(config).replace(max_window=drafts + 1)
+        cache = ReplayCache(config=model.config, replay_config=settings)
+    else:
+        _check_cache(cache, model, ids, mask)
+    if assistant_model is not None:
+        model._validate_assistant(config, assistant_model)  # enables it: the last thing that can be refused
+
+    cache.max_window = max(cache.max_window, drafts + 1)
+    recorded = cache.record_past
+    sequences, statistics = _Speculation(
+        target=_ReplayDecoder(model, cache, ids.device),
+        draft=None if assistant_model is None else _draft_decoder(assistant_model, drafts, ids.device),
+        ids=ids,
+        mask=mask,
+        config=config,
+        drafts=drafts,
+        processors=processors,
+        criteria=criteria,
+        streamer=streamer,
+        rows_may_leave=rows_may_leave,
+    ).run()
+    cache.record_past = recorded
+    sequences = sequences.to(input_ids.device)
+    return SpeculativeOutput(sequences, statistics, cache) if config.return_dict_in_generate else sequences
+
+
+# Acceptance.
+
+
+def accept_greedy(
+    scores: torch.Tensor, drafts: torch.Tensor, available: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Accepts the drafts that are the target's best tokens, up to the first that is not.
+
+    Args:
+        scores (b, k + 1, vocab): the target's, at each draft and after the last.
+        drafts (b, k) int64.
+        available (b,) int64: how many of a row's drafts there are; the others count as rejected.
+
+    Returns:
+        accepted (b,) int64, 0 to k, and the token (b,) int64 that the target puts after them.
+    """
+    best = scores.argmax(-1)
+    accepted = _run_length(best[:, :-1] == drafts, available)
+    return accepted, _at(best, accepted)
+
+
+def accept_sampled(
+    target: torch.Tensor, proposal: torch.Tensor, drafts: torch.Tensor, available: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Speculative sampling (Leviathan et al. 2023, algorithm 1): a draft x is accepted with probability min(1, p(x) /
+    q(x)); after the first that is not, the next token is drawn from the [`residual`] of p and q; after the last, from
+    p. The tokens are then distributed as if each had been drawn from p.
+
+    Args:
+        target (b, k + 1, vocab): p, the target's probabilities at each draft and after the last.
+        proposal (b, k, vocab): q, the probabilities that the drafts were drawn from.
+        drafts (b, k) int64: draws from q.
+        available (b,) int64: how many of a row's drafts there are; the others count as rejected, but the token in
+            place of the first of them is drawn from p: nothing was drawn from q there.
+
+    Returns:
+        accepted (b,) int64, 0 to k, and the token (b,) int64 after them.
+    """
+    p, q = (x.gather(-1, drafts[..., None]).squeeze(-1) for x in (target[:, :-1], proposal))
+    accepted = _run_length(torch.rand_like(p) * q < p, available)
+    proposed = _at(F.pad(proposal, (0, 0, 0, 1)), accepted).where((accepted < available)[:, None], 0.0)
+    return accepted, draw(residual(_at(target, accepted), proposed))
+
+
+def residual(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """
+    max(0, p - q) (b, vocab), not normalised: what the target has beyond the draft. It is p where q is 0; where p and q
+    are the same up to rounding, so that nothing is left, it is p as well.
+    """
+    rest = (p - q).clamp(min=0)
+    return rest.where(rest.sum(-1, keepdim=True) > 0, p)
+
+
+def draw(weights: torch.Tensor) -> torch.Tensor:
+    """
+    One index (b,) from each row of `weights` (b, vocab) >= 0, with probability in proportion: the first of independent
+    exponential waiting times with these rates. (`torch.multinomial` waits for the device to check its input.)
+    """
+    waiting = torch.empty_like(weights).exponential_()
+    return (weights / waiting).argmax(-1)
+
+
+def _run_length(accept: torch.Tensor, available: torch.Tensor) -> torch.Tensor:
+    """(b, k) bool -> (b,): how many of the first `available` are True before the first that is not."""
+    there = torch.arange(accept.shape[1], device=accept.device) < available[:, None]
+    return (accept & there).long().cumprod(1).sum(1)
+
+
+def _at(tensor: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """(b, t, ...) -> (b, ...) at each row's position (b,)."""
+    return tensor[torch.arange(len(tensor), device=tensor.device), position]
+
+
+def look_up(
+    ids: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, drafts: int, ngram: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Prompt lookup: what followed in a row's own tokens where they were as its newest tokens are.
+
+    Args:
+        ids (b, columns) int64: the tokens of a row are at `first` to `lengths` - 1.
+        first, lengths (b,) int64.
+        drafts: tokens to propose, k.
+        ngram: the longest match that is looked for. The longest match counts, of several the earliest (of which most
+            tokens follow).
+
+    Returns:
+        drafts (b, k) int64, and how many of them there are (b,) int64, 0 to k; what is beyond is arbitrary.
+    """
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    last = (lengths - 1)[:, None]
+    same = (columns >= first[:, None]) & (columns < last)  # candidates for the end of a match
+    matched = torch.zeros_like(ids)
+    for back in range(ngram):
+        # `same` at a column: it and the `back` before it are tokens of the row, and equal to the newest ones.
+        newest = ids.gather(1, (last - back).clamp(min=0))
+        same = same & (F.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]] == newest)
+        same = same & (columns - back >= first[:, None]) & (last - back >= first[:, None])
+        matched += same
+    best = (matched * ids.shape[1] - columns).where(matched > 0, -ids.shape[1]).argmax(1, keepdim=True)
+    following = best + 1 + torch.arange(drafts, device=ids.device)
+    count = (last - best).clamp(max=drafts).where(matched.gather(1, best) > 0, 0)
+    return ids.gather(1, following.clamp(max=ids.shape[1] - 1)), count.squeeze(1)
+
+
+# Models with their caches.
+
+
+class _ReplayDecoder:
+    """A model of a supported family and the ReplayCache that it decodes through."""
+
+    def __init__(self, model: PreTrainedModel, cache: Any, device: torch.device):
+        self.model, self.cache, self.device = model, cache, device
+        self.forwards = 0
+        self._keeps_last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+    def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int | None) -> None:
+        """Prompt tokens (b, columns), of which none will be rolled back, so they go straight into the state."""
+        chunk = chunk or ids.shape[1]
+        for start in range(0, ids.shape[1], chunk):
+            columns = slice(start, start + chunk)
+            self.forward(ids[:, columns], None if mask is None else mask[:, columns], last_only=True)
+
+    def start_recording(self) -> None:
+        """From here on tokens are rolled back."""
+        self.cache.record_past = True
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, last_only: bool = False) -> torch.Tensor:
+        """New tokens (b, t), and which of them are no padding (CPU) -> logits (b, t or 1, vocab) float32."""
+        inputs = self._inputs(ids.shape, mask) | (self._keeps_last if last_only else {})
+        output = self.model(input_ids=ids.to(self.model.device), cache=self.cache, use_cache=True, **inputs)
+        self.forwards += 1
+        logits = output.logits[:, -1:] if last_only else output.logits
+        return logits.to(self.device, torch.float32)
+
+    def _inputs(self, shape: torch.Size, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        # An enabled model knows the rest from its cache.
+        return {} if mask is None else {"attention_mask": mask.to(self.model.device, torch.long)}
+
+    def crop(self, counts: torch.Tensor) -> None:
+        """Drops each row's newest -counts (b,) columns."""
+        self.cache.crop(counts)
+
+    def keep_rows(self, index: torch.Tensor) -> None:
+        self.cache.batch_select_indices(index)
+
+
+class _AttentionDecoder(_ReplayDecoder):
+    """
+    A draft model of attention layers only. transformers' cache has one length for all rows, so after a round the keys
+    and values of each row are moved to the right end: to the model it is a batch padded on the left like any other.
+    """
+
+    def __init__(self, model: PreTrainedModel, device: torch.device):
+        # Without a config every layer keeps all columns. The model masks what a sliding window does not see.
+        super().__init__(model, DynamicCache(), device)
+        self.mask: torch.Tensor | None = None  # (b, columns) int64, on the model's device: which columns are tokens
+        self.padded = False  # whether any is not
+        self.holes: torch.Tensor | None = None  # (b,) CPU: columns on the left that are there for longer rows
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    def start_recording(self) -> None:
+        pass  # keys and values are all kept
+
+    def _inputs(self, shape: torch.Size, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        new = torch.ones(shape, dtype=torch.long) if mask is None else mask.long()
+        self.padded = self.padded or not bool(new.all())
+        new = upload(new, self.model.device)
+        if self.mask is None:
+            self.mask, self.holes = new[:, :0], torch.zeros(len(new), dtype=torch.long)
+        self.mask = torch.cat([self.mask, new], dim=1)
+        # Without padding no mask is given: transformers would wait for the device to see whether it is all ones.
+        inputs = {"attention_mask": self.mask} if self.padded else {}
+        if self._takes_positions:
+            inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -shape[1] :]
+        return inputs
+
+    def crop(self, counts: torch.Tensor) -> None:
+        end = self.mask.shape[1] + counts
+        lengths = end - self.holes
+        columns = int(lengths.max())
+        self.holes = columns - lengths
+        self.padded = self.padded or bool(self.holes.any())
+        source = torch.arange(columns, device=self.mask.device) + upload(end - columns, self.mask.device)[:, None]
+        there, source = source >= 0, source.clamp(min=0)  # (b, columns)
+        self.mask = self.mask.gather(1, source).where(there, 0)
+        source = source[:, None, :, None]
+        for layer in self.cache.layers:
+            if layer.is_initialized:
+                layer.keys, layer.values = (
+                    states.gather(-2, source.to(states.device).expand(-1, states.shape[1], -1, states.shape[-1]))
+                    for states in (layer.keys, layer.values)
+                )
+
+    def keep_rows(self, index: torch.Tensor) -> None:
+        self.holes = self.holes[index]
+        self.mask = self.mask[upload(index, self.mask.device)]
+        self.cache.batch_select_indices(index)
+
+
+def _draft_decoder(model: PreTrainedModel, drafts: int, device: torch.device) -> _ReplayDecoder:
+    if is_enabled(model):
+        settings = model._replay_config.replace(max_window=drafts + 1)
+        return _ReplayDecoder(model, ReplayCache(config=model.config, replay_config=settings), device)
+    return _AttentionDecoder(model, device)
+
+
+# The loop.
+
+
+class _Speculation:
+    """
+    The state of one call. `sequences` (B, max_length + 1) holds all rows of the output; `rows` are those that the
+    caches hold, by which tensors of a round, (b, ...), are ordered. Counts for the host's decisions are on the CPU.
+    """
+
+    def __init__(
+        self,
+        target: _ReplayDecoder,
+        draft: _ReplayDecoder | None,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        config: GenerationConfig,
+        drafts: int,
+        processors: LogitsProcessorList,
+        criteria: list[StoppingCriteria],
+        streamer: BaseStreamer | None,
+        rows_may_leave: bool,
+    ):
+        self.target, self.draft, self.config = target, draft, config
+        self.drafts, self.processors, self.criteria, self.streamer = drafts, processors, criteria, streamer
+        self.ngram = config.max_matching_ngram_size or MAX_MATCHING_NGRAM_SIZE
+        self.memoryless = all(type(processor) in MEMORYLESS for processor in processors)
+        self.rows_may_leave = rows_may_leave
+        self.device, self.mask = ids.device, mask
+        batch, self.prompt = ids.shape
+        # The last column takes drafts that have no room, so that a window has the same width for every row.
+        self.sequences = F.pad(ids, (0, config.max_length + 1 - self.prompt))
+        self.first = torch.zeros(batch, dtype=torch.long) if mask is None else mask.long().argmax(1)
+        self.lengths = torch.full((batch,), self.prompt)  # tokens of each row, left padding included
+        self.finished = torch.zeros(batch, dtype=torch.bool)
+        self._set_rows(torch.arange(batch))
+        self.drafted_per_row, self.accepted_per_row = (torch.zeros_like(self.lengths) for _ in range(2))
+        self.drafted_per_round: list[int] = []
+        self.accepted_per_round: list[int] = []
+
+    def run(self) -> tuple[torch.Tensor, SpeculationStatistics]:
+        begin = time.perf_counter()
+        if self.streamer is not None:
+            self.streamer.put(self.sequences[:, : self.prompt].cpu())
+        self._prefill(self.target, self.prompt - 1)
+        if self.draft is not None:
+            self._prefill(self.draft, self.prompt - 2)
+        while not bool(self.finished.all()):
+            self._round()
+            self._let_rows_leave()
+        if self.streamer is not None:
+            self.streamer.end()
+        return self._padded(), self._statistics(time.perf_counter() - begin)
+
+    def _prefill(self, decoder: _ReplayDecoder, columns: int) -> None:
+        """The prompt's first `columns`, of which the cache may have seen some."""
+        seen = decoder.cache.get_seq_length()
+        if columns > seen:
+            mask = None if self.mask is None else self.mask[:, seen:columns]
+            decoder.prefill(self.sequences[:, seen:columns], mask, self.config.prefill_chunk_size)
+        decoder.start_recording()
+
+    def _round(self) -> None:
+        room = (self.config.max_length - self.lengths)[self.rows]
+        unfinished = ~self.finished[self.rows]
+        k = min(self.drafts, int(room[unfinished].max()) - 1)
+        self.position = upload(self.lengths[self.rows], self.device)  # (b,) where each row's next token goes
+
+        # Draft.
+        drafts, proposal, available = self._draft(k)
+        self._write(drafts)
+        available = available.minimum(upload(room - 1, self.device))
+
+        # Verify: the newest token and the drafts.
+        window = self._tokens(-1, k)
+        scores = self._scores(self.target.forward(window))
+
+        # Accept.
+        if self.config.do_sample:
+            accepted, token = accept_sampled(scores.softmax(-1), proposal, drafts, available)
+        else:
+            accepted, token = accept_greedy(scores, drafts, available)
+        tokens = F.pad(drafts, (0, 1)).scatter(1, accepted[:, None], token[:, None])  # (b, k + 1)
+        self._write(tokens)
+        kept, ended = self._until_end_token(tokens, accepted)
+        # The one transfer of the round.
+        kept, ended, accepted, available = torch.stack([kept, ended, accepted, available]).cpu()
+        kept, accepted, available = (x.where(unfinished, 0) for x in (kept, accepted, available))
+        ended = ended.bool()
+        if self.criteria:
+            kept, stopped = self._until_criterion(kept)
+            ended = ended | stopped
+
+        # Roll back. (A finished row that is still in the caches stays where it is.)
+        rejected = kept - (k + 1)
+        self.target.crop(rejected)
+        if self.draft is not None and k > 0:
+            self.draft.crop(rejected)
+
+        if self.streamer is not None:
+            self.streamer.put(self._tokens(0, int(kept)).squeeze(0).cpu())
+        self._advance(kept, ended, accepted.minimum(kept), available)
+
+    def _draft(self, k: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """
+        Drafts (b, k), the probabilities (b, k, vocab) that they were drawn from (None when greedy), and how many of
+        them there are (b,).
+        """
+        if self.draft is not None and k > 0:
+            return self._draft_by_model(k)
+        # (With a draft model too, where only one more token fits: a lookup of no drafts has the shapes for it.)
+        ids = self.sequences[self.rows_on_device, : int(self.lengths.max())]
+        first = upload(self.first[self.rows], self.device)
+        drafts, available = look_up(ids, first, self.position, k, self.ngram)
+        # A lookup proposes its token for certain.
+        vocab = self.target.model.config.get_text_config(decoder=True).vocab_size
+        return drafts, F.one_hot(drafts, vocab).float() if self.config.do_sample else None, available
+
+    def _draft_by_model(self, k: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        # The newest two tokens are new to the draft model. Of the first round's, one may be padding, or not be there.
+        new = min(2, int(self.lengths.min()))
+        first_round = not self.drafted_per_round
+        mask = self.mask[:, -new:] if first_round and self.mask is not None else None
+        ids = self._tokens(-new, 0)
+        drafts, proposals = [], []
+        for number in range(k):
+            scores = self._scores(self.draft.forward(ids, mask, last_only=True), number)[:, 0]
+            if self.config.do_sample:
+                proposals.append(scores.softmax(-1))
+                drafts.append(draw(proposals[-1]))
+            else:
+                drafts.append(scores.argmax(-1))
+            ids, mask = drafts[-1][:, None], None
+            self._write(ids, number)
+        proposal = torch.stack(proposals, 1) if self.config.do_sample else None
+        return torch.stack(drafts, 1), proposal, torch.full_like(self.position, k)
+
+    def _scores(self, logits: torch.Tensor, drafted: int = 0) -> torch.Tensor:
+        """
+        What `generate` takes the best of, or samples from: logits (b, t, vocab) after its processors. Position i of a
+        row comes after its tokens and its first `drafted + i` drafts.
+        """
+        if self.memoryless:
+            flat = logits.flatten(0, 1)
+            return self.processors(self.sequences.new_empty((len(flat), 0)), flat).view_as(logits)
+        # Processors take rows of one length, as they are in `generate`.
+        scores = logits.clone()
+        before = self.lengths[self.rows, None] + drafted + torch.arange(logits.shape[1])
+        before = before.where(~self.finished[self.rows, None], self.config.max_length)
+        for length in before[before < self.config.max_length].unique().tolist():
+            row, position = upload((before == length).nonzero(), self.device).unbind(1)
+            ids, processors = self.sequences[self.rows_on_device[row], :length], self._processors_of(row)
+            scores[row, position] = processors(ids, logits[row, position])
+        return scores
+
+    def _processors_of(self, row: torch.Tensor) -> LogitsProcessorList:
+        """The processors for some rows: the repetition penalty knows of each row how long its padding is."""
+        processors = LogitsProcessorList()
+        for processor in self.processors:
+            padding = getattr(processor, "prompt_ignore_length", None)
+            if isinstance(padding, torch.Tensor):
+                processor = copy.copy(processor)
+                processor.prompt_ignore_length = padding.to(self.device)[self.rows_on_device[row]]
+            processors.append(processor)
+        return processors
+
+    # Ends.
+
+    def _until_end_token(self, tokens: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """How many (b,) of the accepted tokens and the one after them go into the output, and which rows end there."""
+        taken = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
+        if self.config._eos_token_tensor is None:
+            return taken.sum(1), torch.zeros_like(accepted)
+        ends = taken & torch.isin(tokens, self.config._eos_token_tensor.to(self.device))
+        ended_before = ends.long().cumsum(1) - ends.long() > 0
+        return (taken & ~ended_before).sum(1), ends.any(1).long()
+
+    def _until_criterion(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for the caller's criteria, which are asked as in `generate`: token after token."""
+        begin, kept = self.lengths[self.rows], kept.clone()
+        stopped = torch.zeros_like(kept, dtype=torch.bool)
+        for length in range(int(begin.min()) + 1, int((begin + kept).max()) + 1):
+            asked = ((begin < length) & (length <= begin + kept)).nonzero().squeeze(1)
+            if len(asked) > 0:
+                ids = self.sequences[upload(self.rows[asked], self.device), :length]
+                ending = asked[StoppingCriteriaList(self.criteria)(ids, None).cpu()]
+                kept[ending], stopped[ending] = length - begin[ending], True
+        return kept, stopped
+
+    def _advance(self, kept: torch.Tensor, ended: torch.Tensor, accepted: torch.Tensor, drafted: torch.Tensor) -> None:
+        """Counts the round, and sets the length of the next drafts."""
+        unfinished = ~self.finished[self.rows]
+        self.lengths[self.rows] += kept
+        self.finished[self.rows] |= ended | (self.lengths[self.rows] >= self.config.max_length)
+        self.drafted_per_row[self.rows] += drafted
+        self.accepted_per_row[self.rows] += accepted
+        self.drafted_per_round.append(int(drafted.sum()))
+        self.accepted_per_round.append(int(accepted.sum()))
+        if self.draft is not None and self.config.num_assistant_tokens_schedule != "constant":
+            full = (accepted == drafted)[unfinished].float().mean() >= 0.5
+            self.drafts = self.drafts + 2 if full else max(1, self.drafts - 1)
+
+    def _let_rows_leave(self) -> None:
+        """Finished rows leave the caches, once there are enough of them."""
+        finished = self.finished[self.rows]
+        leaving = int(finished.sum())
+        if self.rows_may_leave and len(self.rows) * LEAVING_SHARE <= leaving < len(self.rows) and leaving > 0:
+            index = (~finished).nonzero().squeeze(1)
+            for decoder in (self.target, self.draft):
+                if decoder is not None:
+                    decoder.keep_rows(index)
+            self._set_rows(self.rows[index])
+
+    # Rows and columns.
+
+    def _set_rows(self, rows: torch.Tensor) -> None:
+        self.rows, self.rows_on_device = rows, upload(rows, self.device)
+
+    def _columns(self, start: int, stop: int) -> torch.Tensor:
+        """(b, stop - start): columns relative to where each row's next token goes."""
+        offsets = torch.arange(start, stop, device=self.device)
+        return (self.position[:, None] + offsets).clamp(max=self.sequences.shape[1] - 1)
+
+    def _tokens(self, start: int, stop: int) -> torch.Tensor:
+        return self.sequences[self.rows_on_device[:, None], self._columns(start, stop)]
+
+    def _write(self, tokens: torch.Tensor, start: int = 0) -> None:
+        self.sequences[self.rows_on_device[:, None], self._columns(start, start + tokens.shape[1])] = tokens
+
+    def _padded(self) -> torch.Tensor:
+        """The output: what drafts have left behind a row's end becomes padding."""
+        columns = int(self.lengths.max())
+        padding = torch.arange(columns) >= self.lengths[:, None]
+        pad = self.config._pad_token_tensor
+        return self.sequences[:, :columns].masked_fill(upload(padding, self.device), 0 if pad is None else int(pad))
+
+    def _statistics(self, seconds: float) -> SpeculationStatistics:
+        return SpeculationStatistics(
+            rounds=len(self.drafted_per_round),
+            new_tokens_per_row=tuple((self.lengths - self.prompt).tolist()),
+            drafted_per_row=tuple(self.drafted_per_row.tolist()),
+            accepted_per_row=tuple(self.accepted_per_row.tolist()),
+            drafted_per_round=tuple(self.drafted_per_round),
+            accepted_per_round=tuple(self.accepted_per_round),
+            target_forwards=self.target.forwards,
+            draft_forwards=0 if self.draft is None else self.draft.forwards,
+            seconds=seconds,
+        )
+
+
+# What `generate` does before its loop, and what cannot be served.
+
+
+def _check_arguments(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> None:
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise ValueError("An encoder-decoder model has no replay cache: use `model.generate(...)`.")
+    if not is_enabled(model):
+        raise ValueError(
+            f"{type(model).__name__} does not replay: call `hf_replayssm.enable(model)` first (supported families: "
+            f"{supported_families()})."
+        )
+    for name in ("past_key_values", "cache_params"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"`{name}` is called `cache` here: pass `cache=`, a ReplayCache.")
+    if kwargs.get("inputs_embeds") is not None:
+        raise ValueError("`inputs_embeds` have no tokens to draft from: pass `input_ids`, or use `model.generate`.")
+    if kwargs.get("assistant_tokenizer") is not None:
+        raise ValueError(
+            "Drafts of another tokenizer are not served here: use `model.generate(..., assistant_model=..., "
+            "tokenizer=..., assistant_tokenizer=...)`, or a draft with the target's vocabulary."
+        )
+    if not isinstance(input_ids, torch.Tensor) or input_ids.dim() != 2 or input_ids.is_floating_point():
+        raise ValueError("Pass `input_ids`, an integer tensor (batch, columns) of prompts padded on the left.")
+    if 0 in input_ids.shape:
+        raise ValueError(f"`input_ids` {tuple(input_ids.shape)} holds no token to go on from.")
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ValueError(
+            f"`attention_mask` {tuple(attention_mask.shape)} says for each of `input_ids` {tuple(input_ids.shape)} "
+            "whether it is a token (of those in the cache too): pass one of the same shape."
+        )
+
+
+def _check_served(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
+    for name, neutral in NOT_SERVED.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise ValueError(
+                f"`speculative_generate` does not serve `{name}={value!r}`: leave it out, or use `model.generate` "
+                "without a batch of drafts."
+            )
+    if (assistant is None) == (config.prompt_lookup_num_tokens is None):
+        raise ValueError(
+            "Drafts come from one source: pass `assistant_model`, or `prompt_lookup_num_tokens`, and not both."
+        )
+    mode = config.get_generation_mode(assistant)
+    if mode != GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"Drafts serve greedy decoding and sampling; these settings ask for {mode.value!r}. Leave them out, or use "
+            "`model.generate` without drafts."
+        )
+    if assistant is None:
+        return
+    target, draft = (m.config.get_text_config(decoder=True) for m in (model, assistant))
+    if target.vocab_size != draft.vocab_size:
+        raise ValueError(
+            f"The draft has another vocabulary ({draft.vocab_size} tokens) than the target ({target.vocab_size}): use "
+            "`model.generate(..., assistant_model=..., tokenizer=..., assistant_tokenizer=...)`."
+        )
+    if draft.model_type in FAMILIES:
+        return
+    kinds = set(get_layer_types_and_kwargs(draft)[0]) - {"full_attention", "sliding_attention"}
+    if kinds or assistant.config.is_encoder_decoder:
+        raise ValueError(
+            f"Drafts of {type(assistant).__name__} cannot be taken back row by row. Use a draft of a supported family "
+            f"({supported_families()}) or one of attention layers only."
+        )
+
+
+def _prepare(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    generation_config: GenerationConfig | None,
+    assistant: PreTrainedModel | None,
+    kwargs: dict[str, Any],
+) -> tuple[GenerationConfig, torch.Tensor | None]:
+    """The generation config as `generate` completes it, and the mask (batch, columns) bool, CPU (None: no padding)."""
+    configs = (generation_config, model.generation_config)
+    no_max_length, no_min_length = (
+        kwargs.get(name) is None and all(config is None or getattr(config, name) is None for config in configs)
+        for name in ("max_length", "min_length")
+    )
+    config, unknown = model._prepare_generation_config(generation_config, **kwargs)
+    _check_served(model, config, assistant)
+    unknown = sorted(name for name, value in unknown.items() if value is not None)
+    if unknown:
+        raise ValueError(
+            f"`speculative_generate` does not know {', '.join(map(repr, unknown))}: leave it out (or correct a "
+            "typo), or use `model.generate`."
+        )
+    batch, columns = input_ids.shape
+    model._prepare_special_tokens(config, attention_mask is not None, device=input_ids.device, batch_size=batch)
+    model._prepare_generated_length(config, no_max_length, no_min_length, "input_ids", columns, input_ids)
+    model._validate_generated_length(config, columns, no_max_length)
+    if attention_mask is None:
+        attention_mask = model._prepare_attention_mask_for_generation(input_ids, config, {})
+    mask = attention_mask.cpu().bool()
+    if not bool(mask[:, -1].all()):
+        raise ValueError(RIGHT_PADDING)
+    return config, None if bool(mask.all()) else mask
+
+
+def _drafts_per_round(
+    model: PreTrainedModel,
+    assistant: PreTrainedModel | None,
+    generation_config: GenerationConfig | None,
+    kwargs: dict[str, Any],
+) -> int:
+    """k of the first round. transformers' default of 20 is not taken: it counts on an early end of unsure drafts."""
+    configs = [kwargs, *(vars(config) for config in (generation_config, model.generation_config) if config is not None)]
+    if any(config.get("assistant_confidence_threshold") for config in configs[:-1]):
+        raise ValueError(
+            "`assistant_confidence_threshold` ends the draft of a row early; in a batch all rows draft together: leave "
+            "it out, and set `num_assistant_tokens`."
+        )
+    name = "num_assistant_tokens"
+    if assistant is None:
+        name = "prompt_lookup_num_tokens"
+    else:
+        configs.append(vars(assistant.generation_config))
+    drafts = next((config[name] for config in configs if config.get(name) is not None), NUM_ASSISTANT_TOKENS)
+    if isinstance(drafts, bool) or not isinstance(drafts, int) or drafts < 1:
+        raise ValueError(f"`{name}` counts the drafts of a round: pass an integer of 1 or more, not {drafts!r}.")
+    return drafts
+
+
+def _own_criteria(
+    model: PreTrainedModel, config: GenerationConfig, given: StoppingCriteriaList | None, tokenizer: Any
+) -> list[StoppingCriteria]:
+    """The stopping criteria beside the length and the end token, which the loop sees to itself."""
+    of_config = model._get_stopping_criteria(config, StoppingCriteriaList(), tokenizer=tokenizer)
+    return [c for c in of_config if type(c) not in (MaxLengthCriteria, EosTokenCriteria)] + list(given or [])
+
+
+def _check_cache(cache: ReplayCache, model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None) -> None:
+    """Whether the cache has seen the first columns of these rows, as far as it knows."""
+    if not isinstance(cache, ReplayCache):
+        raise ValueError(
+            f"Drafts must be taken back, which a {type(cache).__name__} cannot do: leave `cache` out, or pass a "
+            "ReplayCache."
+        )
+    if cache.signature != signature(model.config.get_text_config(decoder=True)):
+        raise ValueError("This ReplayCache was built for another model: `ReplayCache(config=model.config)`.")
+    if cache.interrupted:
+        raise ValueError("The last forward through this cache failed half-way: call `cache.reset()`.")
+    if cache.batch_size not in (-1, len(ids)):
+        raise ValueError(
+            f"This cache holds a batch of {cache.batch_size}, and the call is for {len(ids)} rows: move its rows with "
+            "`batch_repeat_interleave` or `batch_select_indices`, or leave `cache` out."
+        )
+    seen = cache.get_seq_length()
+    if seen >= ids.shape[1]:
+        raise ValueError(
+            f"The cache has seen {seen} columns, which leaves no new token of the {ids.shape[1]} in `input_ids` (pass "
+            "those that the cache has seen too). Add to the prompt, or take the last token back (`cache.crop(-1)`)."
+        )
+    known = cache.padding_mask()
+    told = None if mask is None or bool(mask[:, :seen].all()) else mask[:, :seen]
+    if (known is None) != (told is None) or (known is not None and not torch.equal(known, told)):
+        raise ValueError(
+            "The cache's padding is not that of `attention_mask`: pad `input_ids` on the left so that the rows are as "
+            "in the cache (`cache.padding_mask()`), or leave `cache` out."
+        )
