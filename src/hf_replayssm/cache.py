@@ -111,7 +111,8 @@ class ReplayCache(Cache):
         self.max_window = self.replay_config.max_window
         self.forward_in_progress: ReplayForward | None = None
         self.interrupted = False
-        self.resume_at = 0  # for `generate`: columns that the next first round need not feed again
+        # For the first round of assisted `generate`: columns that need not be fed again, and where its drafts begin.
+        self.resume_at, self.drafts_begin = 0, None
         self.stats = ReplayStats()
 
     # One forward.

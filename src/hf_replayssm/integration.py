@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from transformers.generation import configuration_utils as generation_configuration
+from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import PreTrainedModel
@@ -187,13 +188,21 @@ class ReplayGeneration(ReplacedClass):
                 f"Drafts must be taken back, which `cache_implementation={generation_config.cache_implementation!r}` "
                 "cannot do for a recurrent state. Leave it out: replay can."
             )
+        if generation_config.use_mtp and not getattr(self.config.get_text_config(decoder=True), "num_mtp_layers", None):
+            raise ValueError(
+                f"`use_mtp` builds its layers from `config.num_mtp_layers`, which {type(self).__name__} does not have. "
+                "transformers skips the layers for multi-token prediction that Nemotron-H checkpoints bring: each is "
+                "made of several blocks (`config.mtp_layers_block_type`), and its `MtpModel` knows layers of one block "
+                "only. Use an `assistant_model` or `prompt_lookup_num_tokens`."
+            )
         if assistant is None or isinstance(assistant, ReplayGeneration):
             return
-        model_type = getattr(assistant.config.get_text_config(decoder=True), "model_type", None)
-        if model_type in FAMILIES:
+        assistant_config = assistant.config.get_text_config(decoder=True)
+        layer_types = getattr(assistant_config, "layer_types", None) or ()
+        if getattr(assistant_config, "model_type", None) in FAMILIES:
             # A draft must take tokens back as well. The limit on dt is a matter of each model.
             enable(assistant, **self._replay_config.replace(time_step_limit=None).to_dict())
-        elif assistant._is_stateful:
+        elif assistant._is_stateful or "linear_attention" in layer_types:  # MiniMax does not say that it is stateful
             raise ValueError(
                 f"The assistant {type(assistant).__name__} has a recurrent state that cannot take drafts back. Use an "
                 f"assistant of a supported family ({supported_families()}) or a pure attention model."
@@ -222,24 +231,34 @@ class ReplayGeneration(ReplacedClass):
             if not generation_config.is_assistant:  # whose masks are guesses, from drafts that may be pad ids
                 _refuse_right_padding(model_kwargs.get("attention_mask"))
             cache.record_past = assisted or bool(generation_config.is_assistant)
-            cache.resume_at = 0
+            cache.resume_at, cache.drafts_begin = 0, None
             if generation_config.is_assistant:
                 _announce_window(cache, self.generation_config.num_assistant_tokens)
         elif assisted:
             raise ValueError(
-                "Assisted generation needs a cache that can take drafts back: leave `cache` out, or pass a ReplayCache."
+                "Assisted generation needs a cache that can take drafts back: leave `cache` and `use_cache` out, or "
+                "pass a ReplayCache."
             )
 
     def _get_candidate_generator(
         self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
     ):
-        # The length of a draft window is known here and not to the mixers: tell the cache.
+        # Sampling with two tokenizers: upstream prunes the draft's head, in place. That fails for Mamba-2 and wherever
+        # the draft has no token that the target lacks, and the draft is of no other use afterwards. Upstream's
+        # translator can do without; it takes the one that it finds made for these tokenizers.
+        tokenizers = kwargs.get("target_tokenizer"), kwargs.get("assistant_tokenizer")
+        if generation_config.do_sample and kwargs.get("assistant_model") is not None and None not in tokenizers:
+            AssistantVocabTranslatorCache.get_translator(
+                *tokenizers, self.config.get_text_config().vocab_size, kwargs["assistant_model"]
+            )
         generator = super()._get_candidate_generator(
             generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
         )
+        # Buffers with room for the usual window from the start need not grow; see `prepare_inputs_for_generation`.
         drafts = getattr(generator, "num_assistant_tokens", None) or getattr(generator, "num_output_tokens", None)
         cache = model_kwargs["cache"]
         _announce_window(cache, drafts)
+        cache.drafts_begin = input_ids.shape[1]
         # Upstream's first round feeds all `input_ids` again, also those that a warm cache has seen.
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.shape[1] != input_ids.shape[1]:
@@ -250,24 +269,37 @@ class ReplayGeneration(ReplacedClass):
         columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         whole = input_ids if model_kwargs.get("inputs_embeds") is None else model_kwargs["inputs_embeds"]
         cache.resume_at = cache.get_seq_length() if columns == whole.shape[1] else 0
+        if cache.resume_at >= whole.shape[1]:  # here, since drafts would be new tokens later on
+            raise _nothing_new(cache)
+        wants_states = generation_config.return_dict_in_generate and (
+            generation_config.output_hidden_states or generation_config.output_attentions
+        )
+        if cache.resume_at and (wants_states or generator.requires_model_outputs):
+            raise ValueError(
+                "`output_hidden_states`, `output_attentions` and `use_mtp` take the first round of assisted generation "
+                f"for the whole sequence, of which this cache has already seen {cache.resume_at} columns. Leave them "
+                "out, or start from an empty cache (`cache.reset()`)."
+            )
         return generator
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
-        cache = kwargs.get("cache")
+        cache, new_tokens = kwargs.get("cache"), kwargs.get("next_sequence_length")
+        first_round = kwargs.get("is_first_iteration")
+        if isinstance(cache, ReplayCache) and cache.record_past:
+            # How many drafts there are is known here and not to the mixers: tell the cache. (They may be more than were
+            # announced: a schedule adds two after a full match, and one token of another tokenizer may be many here.)
+            if not first_round:
+                _announce_window(cache, new_tokens)
+            elif cache.drafts_begin is not None:
+                _announce_window(cache, input_ids.shape[1] - cache.drafts_begin)
         if isinstance(cache, ReplayCache) and cache.get_seq_length() > 0:
-            if cache.record_past and kwargs.get("next_sequence_length") is not None:
-                # A later round: its window may have grown (the heuristic schedule adds two after a full match).
-                _announce_window(cache, kwargs["next_sequence_length"])
-            elif cache.record_past and kwargs.get("is_first_iteration") and cache.resume_at:
+            if cache.record_past and first_round and cache.resume_at:
                 # See `_get_candidate_generator`: the first round of assisted generation on a warm cache.
                 whole = input_ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
                 kwargs["next_sequence_length"] = whole.shape[1] - cache.resume_at
             # Upstream slices with [-0:] and the like then, and feeds what the cache has seen once more.
             if kwargs.get("next_sequence_length") is not None and kwargs["next_sequence_length"] < 1:
-                raise ValueError(
-                    f"The cache has seen {cache.get_seq_length()} columns, which is all of the prompt: there is no new "
-                    "token to go on from. Add to the prompt, or take the last token back (`cache.crop(-1)`)."
-                )
+                raise _nothing_new(cache)
         return super().prepare_inputs_for_generation(input_ids, *args, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
@@ -297,6 +329,13 @@ def _refuse_right_padding(mask: torch.Tensor | None) -> None:
     """The cache sees it in a first forward; with `prefill_chunk_size`, and in a later turn, only `generate` does."""
     if mask is not None and mask.dim() == 2 and bool(((mask[:, -1] == 0) & (mask != 0).any(1)).any()):
         raise ValueError(RIGHT_PADDING)
+
+
+def _nothing_new(cache: ReplayCache) -> ValueError:
+    return ValueError(
+        f"The cache has seen {cache.get_seq_length()} columns, which is all of the prompt: there is no new token to go "
+        "on from. Add to the prompt, or take the last token back (`cache.crop(-1)`)."
+    )
 
 
 def _announce_window(cache: ReplayCache, drafts: float | None) -> None:
