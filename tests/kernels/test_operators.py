@@ -107,7 +107,10 @@ def test_torch_accepts_the_operators(tokens, device):
 @needs
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiles_in_one_graph(backend, device):
-    """Results and everything written are those of the plain call, twice in a row."""
+    """
+    Results and everything written are those of the plain call, twice in a row. (Up to rounding with inductor: it places
+    tensors otherwise, and triton compiles for their alignment.)
+    """
     if backend == "inductor" and device == "cpu":
         pytest.skip("on a GPU only")
     a = arguments(device, (1, 2, 1, 16, 16, 4))
@@ -116,9 +119,9 @@ def test_compiles_in_one_graph(backend, device):
     compiled = torch.compile(everything, fullgraph=True, backend=backend)
     for _ in range(2):
         expected, got = everything(a), compiled(b)
-        differ = [float((x - y).abs().max()) for x, y in zip(expected, got) if not same_bits(x, y)]
-        assert len(expected) == len(got) and not differ, differ
-        assert_same(a, b)
+        pairs = [*zip(expected, got, strict=True), *((a[name], b[name]) for name in a)]
+        differ = [float((x - y).abs().max() / y.abs().max()) for x, y in pairs if not same_bits(x, y)]
+        assert all(difference < (1e-6 if backend == "inductor" else 0.0) for difference in differ), differ
         for c in (a, b):
             c["positions"][kernels.SEEN] += 1
             c["positions"][kernels.FIRST] = (c["positions"][kernels.FIRST] + 1) % 4
