@@ -1,6 +1,6 @@
 """
 Finds the launch configurations that the kernels ship with: every candidate is timed on this GPU, L2 cold, and the
-fastest is written to a JSON file in the form of `replayssm_kernels/configs/`.
+fastest is written to a JSON file in the form of `replayssm_kernels/configs.json`.
 
     PYTHONPATH=src:kernels/torch-ext python scripts/tune_kernels.py --json nvidia-h200.json
 """

@@ -21,10 +21,10 @@ from tiny_models import (
     FAMILY_NAMES,
     FIRST_TOKEN,
     VOCAB,
+    Forwards,
     assert_same_logits,
     copy_of,
     enabled_model,
-    mixers,
     random_ids,
     shared_model,
     tiny_model,
@@ -67,23 +67,6 @@ def assert_greedy(name: str, sequences: torch.Tensor, *turns: slice) -> None:
     for turn in turns:
         columns = torch.arange(sequences.shape[1])[turn]
         assert torch.equal(sequences[:, columns], best[:, columns - 1])
-
-
-class Forwards:
-    """Counts the tokens of each forward of a model."""
-
-    def __init__(self, model):
-        self.tokens: list[int] = []
-        self.handle = mixers(model)[0].register_forward_pre_hook(self._look, with_kwargs=True)
-
-    def _look(self, _, args, kwargs):
-        self.tokens.append((args[0] if args else kwargs["hidden_states"]).shape[1])
-
-    def __enter__(self) -> Forwards:
-        return self
-
-    def __exit__(self, *_):
-        self.handle.remove()
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from tiny_models import (
     BUFFER_LENS,
     FIRST_TOKEN,
     VARIANT_NAMES,
+    Forwards,
     assert_same_logits,
     copy_of,
     enabled_model,
@@ -66,23 +67,6 @@ def run(name_or_model, ids: torch.Tensor, buffer_len: int | None = None, seed: i
     if seed is not None:
         torch.manual_seed(seed)
     return model.generate(ids, **options)
-
-
-class Counter:
-    """Counts the forwards of a model, and the tokens of each."""
-
-    def __init__(self, model):
-        self.tokens: list[int] = []
-        self.handle = mixers(model)[0].register_forward_pre_hook(self._look, with_kwargs=True)
-
-    def _look(self, _, args, kwargs):
-        self.tokens.append((args[0] if args else kwargs["hidden_states"]).shape[1])
-
-    def __enter__(self) -> Counter:
-        return self
-
-    def __exit__(self, *_):
-        self.handle.remove()
 
 
 # ------------------------------------------------------------------------------------------------ greedy
@@ -261,7 +245,7 @@ def turns(family: str, cache, batch: int = 1, **options) -> list[int]:
     """Three turns with one cache; returns the tokens that each forward ran."""
     model = enabled_model(family)
     text = random_ids(batch, 5, seed=31)
-    with Counter(model) as counter:
+    with Forwards(model) as counter:
         for turn in range(3):
             result = run(model, text, cache=cache, max_new_tokens=9, **options)
             assert torch.equal(result, expected(family, text, max_new_tokens=9))
@@ -316,7 +300,7 @@ def test_a_prefilled_cache_goes_on(family: str):
 def test_prefill_chunk_size(family: str, chunk: int):
     for prompt in (1, 11):
         ids = random_ids(2, prompt, seed=38)
-        with Counter(enabled_model(family)) as counter:
+        with Forwards(enabled_model(family)) as counter:
             result = run(family, ids, 4, prefill_chunk_size=chunk)
         assert torch.equal(result, expected(family, ids))
         assert max(counter.tokens) <= chunk
@@ -525,10 +509,10 @@ def test_assisted_generation_with_a_small_max_window(family: str):
 def test_a_perfect_draft_saves_forwards(family: str):
     """Every drafted token is accepted: the target runs once per round, and nothing again after a crop."""
     ids = random_ids(1, 7, seed=72)
-    with Counter(enabled_model(family)) as target:
+    with Forwards(enabled_model(family)) as target:
         assisted(family, ids, "perfect", 5, max_new_tokens=24)
     assert len(target.tokens) == 4 and target.tokens == [7 + 5, 6, 6, 6]
-    with Counter(enabled_model(family)) as target:
+    with Forwards(enabled_model(family)) as target:
         assisted(family, ids, "wrong", 5, max_new_tokens=8)
     assert len(target.tokens) == 8 and all(tokens <= 6 for tokens in target.tokens[1:])
 
@@ -602,7 +586,7 @@ def test_assisted_sampling(family: str):
     ids = random_ids(1, 7, seed=80)
     options = {"do_sample": True, "temperature": 1e-4, "seed": 9}
     assert torch.equal(assisted(family, ids, "near", **options), expected(family, ids))
-    with Counter(enabled_model(family)) as target:
+    with Forwards(enabled_model(family)) as target:
         result = assisted(family, ids, "perfect", do_sample=True, seed=10)
     assert result.shape == (1, 7 + NEW) and len(target.tokens) == 4
     # A prompt lookup draws each token from the target, as plain sampling does: only the order of the draws differs.

@@ -589,3 +589,20 @@ class Session:
         other.columns = [list(row) for row in self.columns]
         other.pending = list(self.pending)
         return other
+
+
+class Forwards:
+    """The number of tokens of each forward of a model with recurrent layers, while it is entered."""
+
+    def __init__(self, model):
+        self.tokens: list[int] = []
+        self.handle = mixers(model)[0].register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, _, args, kwargs):
+        self.tokens.append((args[0] if args else kwargs["hidden_states"]).shape[1])
+
+    def __enter__(self) -> Forwards:
+        return self
+
+    def __exit__(self, *_):
+        self.handle.remove()

@@ -245,7 +245,7 @@ def speculative_generate(
 
     cache.max_window = max(cache.max_window, drafts + 1)
     recorded = cache.record_past
-    sequences, statistics = _Speculation(
+    speculation = _Speculation(
         target=_ReplayDecoder(model, cache, ids.device),
         draft=None if assistant_model is None else _draft_decoder(assistant_model, drafts, ids.device),
         ids=ids,
@@ -256,8 +256,11 @@ def speculative_generate(
         criteria=criteria,
         streamer=streamer,
         rows_may_leave=rows_may_leave,
-    ).run()
-    cache.record_past = recorded
+    )
+    try:
+        sequences, statistics = speculation.run()
+    finally:
+        cache.record_past = recorded
     sequences = sequences.to(input_ids.device)
     return SpeculativeOutput(sequences, statistics, cache) if config.return_dict_in_generate else sequences
 
@@ -447,16 +450,24 @@ class _AttentionDecoder(_ReplayDecoder):
         columns = int(lengths.max())
         self.holes = columns - lengths
         self.padded = self.padded or bool(self.holes.any())
-        source = torch.arange(columns, device=self.mask.device) + upload(end - columns, self.mask.device)[:, None]
+        shift = end - columns
+        if not bool(shift.any()):  # all rows end alike (one row always does): nothing moves
+            self.mask = self.mask[:, :columns]
+            for layer in self._layers():
+                layer.keys, layer.values = layer.keys[..., :columns, :], layer.values[..., :columns, :]
+            return
+        source = torch.arange(columns, device=self.mask.device) + upload(shift, self.mask.device)[:, None]
         there, source = source >= 0, source.clamp(min=0)  # (b, columns)
         self.mask = self.mask.gather(1, source).where(there, 0)
         source = source[:, None, :, None]
-        for layer in self.cache.layers:
-            if layer.is_initialized:
-                layer.keys, layer.values = (
-                    states.gather(-2, source.to(states.device).expand(-1, states.shape[1], -1, states.shape[-1]))
-                    for states in (layer.keys, layer.values)
-                )
+        for layer in self._layers():
+            layer.keys, layer.values = (
+                states.gather(-2, source.to(states.device).expand(-1, states.shape[1], -1, states.shape[-1]))
+                for states in (layer.keys, layer.values)
+            )
+
+    def _layers(self) -> list[Any]:
+        return [layer for layer in self.cache.layers if layer.is_initialized]
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.holes = self.holes[index]

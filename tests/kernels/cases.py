@@ -192,7 +192,7 @@ class Layer:
         # As given; behind a convolution up to rounding in float32. (On a GPU, two kernels may round a number that lies
         # between two 16-bit ones differently.)
         twice_rounded = bool(self.conv) and self.dtype != F32 and self.device.type != "cpu"
-        share = 3e-6 if self.conv else 0.0
+        share = 1e-6 if self.conv else 0.0
         slack = torch.finfo(self.dtype).eps if twice_rounded else share
         for buffered, wanted, relative, absolute in zip(got, (x, B, dt), (slack, slack, 1e-6), (share, share, 0.0)):
             mask = ~real.view(*real.shape, *[1] * (wanted.dim() - 2))

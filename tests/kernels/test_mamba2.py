@@ -129,7 +129,7 @@ def test_every_kind_of_configuration(config, dtype, device, monkeypatch):
     """All ways to go over a state, with a buffer of one block of slots and of several."""
     monkeypatch.setattr(_configs, "OVERRIDE", config)
     for slots, lengths in ((5, (1, 1, 3, 1, 5)), (20, (17, 1, 3, 1))):
-        layer = Layer((2, 2, 1, 24, 48, slots), device, dtype, dtype, conv=4, ring=20, first=slots - 2)
+        layer = Layer((2, 4, 2, 24, 48, slots), device, dtype, dtype, conv=4, ring=20, first=slots - 2)
         play(layer, lengths, fused=(False,), flushes=0.7)
 
 
@@ -278,8 +278,8 @@ def test_errors_do_not_grow(dtype, device):
     calls = 5000 if device != "cpu" else 60
     random = torch.Generator().manual_seed(1)
     lengths = [1 if i % 3 else 1 + int(torch.randint(4, (), generator=random)) for i in range(calls)]
-    # (A float32 loop's outputs are off by 1e-6 on average here, and by more in the worst of thousands.)
-    play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1, slack=10)
+    # (After thousands of tokens a float32 loop's outputs are off by 1e-6 on average, and the worst by more.)
+    play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1, slack=1 if device == "cpu" else 10)
     ours = error(layer.whole_state()[0], layer.state)
     assert ours <= 2 * error(loop.state.double(), layer.state), ours
 
@@ -333,8 +333,8 @@ def test_offsets_beyond_32_bits(tokens, device):
     close = lambda ours, expected: error(ours.double(), expected.double()) < 2e-3  # noqa: E731 (other tiles, other sums)
     y = call(positions, xBC, dt, conv_inputs, *owned, checkpoint)[rows]
     assert close(y, call(positions[:, rows].contiguous(), *few))
-    assert all(same_bits(a[rows], b) for a, b in zip([conv_inputs, *owned[:2]], few[2:]))
-    assert close(owned[2][rows], few[5]) and close(checkpoint[rows], few[6])
+    assert all(same_bits(a[rows], b) for a, b in zip([conv_inputs, *owned], few[2:6], strict=True))
+    assert close(checkpoint[rows], few[6])
     positions[2:4] = 0
     state = kernels.mamba2_fold(positions[:, -4:].contiguous(), *[v[-4:] for v in owned], A, checkpoint[-4:])
     kernels.mamba2_fold(positions, *owned, A, checkpoint, inplace=True)

@@ -9,10 +9,10 @@ For a row and a head, S0 the checkpoint, tokens counted from the oldest in the b
 The output never needs a state but S0, so a call reads the state once and writes it only in the rows that flush.
 
 Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, once for each group of heads) and
-`_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_step_kernel` with FUSED does
-all of it: a launch saved is worth more there than work done once for a group. A kernel that can flush needs so many
-registers that fewer programs fit on a multiprocessor, also in the steps that do not flush; where that costs more than
-reading the state once more at a flush, the flush is left to `_fold_kernel` in a launch of its own.
+`_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_fused_kernel` does all of it:
+a launch saved is worth more there than work done once for a group. A flush takes the state from the registers of the
+output (KEEP), which costs registers, and so programs on a multiprocessor, in steps that do not flush too; or reads it
+again; or is left to `_fold_kernel` in a launch of its own, as it always is behind a window of several pieces.
 
 Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
 float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
@@ -483,10 +483,9 @@ def _fold(
     COLUMNS: tl.constexpr,
 ):
     """
-    Stores the state after the `count` oldest places of the buffer. With KEPT it is taken from
-    registers. Otherwise it is read (again, from a cache, where the output has just read it): all parts of its columns
-    are under way into shared memory before the first is used, and the kernel needs no more registers than one that
-    cannot flush.
+    Stores the state after the `count` oldest places of the buffer. With KEPT it is taken from registers. Otherwise it
+    is read (again, where the output has just read it): all parts of its columns are under way into shared memory
+    before the first is used, so that no registers hold it.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     j = tl.arange(0, BLOCK_J)
@@ -687,7 +686,7 @@ def _fold_kernel(
 ):
     """
     The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
-    tiles: this is launched behind every step, and where no row flushes it must not take long.
+    tiles: some configurations launch this behind every step, and where no row flushes it must not take long.
     """
     most = 0
     for b0 in range(0, batch, 256):
