@@ -22,10 +22,24 @@ import torch
 from benchmark_kernels import GEOMETRIES, Bench, Case, Step
 
 
-# block_p, warps, columns, for a state of 128
-HOT = [(32, 1, 32), (32, 1, 64), (32, 2, 32), (64, 2, 32), (64, 4, 64)]
-WINDOW = [(32, 1, 32), (32, 2, 32), (64, 4, 32)]
-FLUSH = [(32, 1, 32), (32, 2, 32), (64, 4, 32)]
+# One token: block_p, warps, columns (for a state of 128), how a flush comes by the state, limits on registers.
+STEP = [
+    (32, 1, 64, "again", (0,)),
+    (32, 1, 64, "stream", (0, 128)),
+    (32, 1, 64, "keep", (0, 128)),
+    (32, 2, 64, "keep", (0, 128)),
+    (64, 2, 64, "keep", (128,)),
+    (64, 4, 64, "keep", (0, 96)),
+    (64, 4, 32, "keep", (0,)),
+]
+# Windows: block_p, warps, columns, slots at a time, limits on registers.
+WINDOW = [
+    (64, 2, 64, 32, (0, 128)),
+    (64, 1, 64, 32, (0,)),
+    (64, 2, 32, 16, (0,)),
+    (64, 4, 64, 32, (0, 96)),
+    (32, 1, 64, 32, (0,)),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,57 +72,42 @@ class Job:
         """Whether launches overlap at first, and state that was read once is given up first in the cache."""
         return self.heads < 8192
 
-    def fitted(self, tiles: list) -> list:
-        from replayssm_kernels._configs import _fit
-
-        geometry = self.case.geometry
-        return list(dict.fromkeys(_fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles))
-
     def tiles(self) -> list:
-        from replayssm_kernels._configs import Tile
+        """In a form that the shape takes; where rows of a head are left over, also as they are (its last rows idle)."""
+        from replayssm_kernels._configs import Tile, _fit
 
         evict = "evict_first" if self.small else ""
         if self.tokens == 1:
-            how = ((False, True), (False, False), (True, False))  # stream, keep
-            return self.fitted([Tile(*size, evict, 16, *options) for size in HOT for options in how])
-        return self.fitted([Tile(*size, evict, slots) for size in WINDOW for slots in (16, 32)])
+            tiles = [Tile(p, w, c, evict, 16, state, r) for p, w, c, state, limits in STEP for r in limits]
+        else:
+            tiles = [Tile(p, w, c, evict, slots, registers=r) for p, w, c, slots, limits in WINDOW for r in limits]
+        geometry = self.case.geometry
+        fitted = [_fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles]
+        if geometry.state == 128 and geometry.head_dim % 32:
+            fitted += tiles
+        return list(dict.fromkeys(fitted))
 
-    def together(self) -> list:
-        """Configurations in which the rows that flush go with the others."""
+    def candidates(self) -> list:
         from replayssm_kernels._configs import Config
 
-        found = [Config(tile, overlap=self.small) for tile in self.tiles()]
+        append = {"append_block": 2048, "append_warps": 8} if self.small else {"append_block": 512}
+        found = [Config(tile, overlap="early" if self.small else "no", **append) for tile in self.tiles()]
         if self.small and self.tokens == 1:
-            found += [Config(tile, fused=True) for tile in self.tiles() if tile.keep]
+            found += [Config(tile, fused=True) for tile in self.tiles() if tile.state == "keep"]
         return found
-
-    def apart(self) -> list:
-        """Those in which they have a launch of their own, all with one and the same tile there."""
-        flush = self.flush_tiles()[0]
-        together = [config for config in self.together() if not config.fused and not config.tile.keep]
-        return [dataclasses.replace(config, flush=flush) for config in together]
-
-    def flush_tiles(self) -> list:
-        from replayssm_kernels._configs import Tile
-
-        return self.fitted([Tile(*size, "", 16 if self.tokens == 1 else 32) for size in FLUSH])
-
-    def flushes(self, config) -> list:
-        """`config` with every tile for the flush."""
-        return [
-            dataclasses.replace(config, flush=tile, flush_programs=programs)
-            for tile in self.flush_tiles()
-            for programs in (8, 16)
-        ]
 
     def all_candidates(self) -> list:
         """Enough of them that every kernel is compiled."""
-        apart = self.apart()
-        some = [*self.together(), *apart]
+        apart = [config for config in self.candidates() if not config.fused]
         return [
-            *some, *self.flushes(apart[0]), *self.appends(apart[0]),
-            *(dataclasses.replace(config, overlap=False) for config in some if config.overlap and not config.fused),
+            *self.candidates(), *self.appends(apart[0]),
+            *(option for config in apart for option in self.overlaps(config)),
         ]  # fmt: skip
+
+    def overlaps(self, config) -> list:
+        """`config` with the other ways to overlap launches."""
+        ways = {"early", "late", "no"} - {config.overlap}
+        return [dataclasses.replace(config, overlap=way) for way in sorted(ways)]
 
     def appends(self, config) -> list:
         """`config` with other sizes of the append kernel."""
@@ -124,24 +123,19 @@ class Job:
     def tune(self, bench: Bench) -> list[tuple]:
         """(configuration, microseconds) of what was tried, best first."""
         measure = self.measure(bench)
-        tried = [(config, {name: measure(config, name) for name in self.steps()}) for config in self.together()]
-        plain = {config: measure(config, "plain") for config in self.apart()}
-        best = min(plain, key=plain.get)
-        tried += [(config, {"plain": plain[best], "flush": measure(config, "flush")}) for config in self.flushes(best)]
-        tried.sort(key=lambda item: self.cost(item[1]))
-        best = [config for config, _ in tried if config.overlap and not config.fused][:4]
-        for config in best:
-            option = dataclasses.replace(config, overlap=False)
-            tried.append((option, {name: measure(option, name) for name in self.steps()}))
-        tried.sort(key=lambda item: self.cost(item[1]))
-        config, us = tried[0]
-        if not config.fused:
-            append = {option: measure(option, "plain") for option in self.appends(config)}
-            quickest = min(append, key=append.get)
-            if append[quickest] < us["plain"]:
-                saved = us["plain"] - append[quickest]
-                tried.insert(0, (quickest, {name: value - saved for name, value in us.items()}))
-        return tried
+        tried = {}
+
+        def try_(configs: list) -> None:
+            for config in configs:
+                tried[config] = {name: measure(config, name) for name in self.steps()}
+
+        def best(count: int) -> list:
+            return sorted(tried, key=lambda config: self.cost(tried[config]))[:count]
+
+        try_(self.candidates())
+        try_([option for config in best(2) if not config.fused for option in self.overlaps(config)])
+        try_([option for config in best(1) if not config.fused for option in self.appends(config)])
+        return [(config, tried[config]) for config in best(5)]
 
     def measure(self, bench: Bench):
         """measure(config, step's name) -> microseconds."""
@@ -163,11 +157,6 @@ class Job:
                 _configs.OVERRIDE = None
 
         return measure
-
-
-def compiled_as(config):
-    """The same for configurations that differ in sizes of a launch only."""
-    return dataclasses.replace(config, flush_programs=0)
 
 
 def compile_candidate(job: Job, config) -> None:
@@ -198,7 +187,7 @@ def main() -> None:
     ]
     began = time.time()
     unique = {
-        (job.case.geometry, job.case.checkpoint, job.tokens, compiled_as(config)): (job, config)
+        (job.case.geometry, job.case.checkpoint, job.tokens, config): (job, config)
         for job in jobs
         for config in job.all_candidates()
     }
@@ -222,7 +211,7 @@ def main() -> None:
             for name, step in job.steps().items()
         }
         print(f"\n{job.case} T={job.tokens}  bound {bound['plain']:.1f} / {bound['flush']:.1f} / {job.cost(bound):.1f}")
-        for config, us in found[:5]:
+        for config, us in found:
             print(
                 f"  {job.cost(us):8.2f} ({job.cost(bound) / job.cost(us):.3f})",
                 f"{us['plain']:8.2f} & {us['flush']:8.2f}  {show(config)}",
@@ -259,15 +248,10 @@ def fields(config) -> dict:
 
 
 def show(config) -> str:
-    def tile(tile):
-        stream = " stream" if tile.stream else " keep" if tile.keep else ""
-        return f"{tile.block_p}x{tile.columns} w{tile.warps} j{tile.slots} {tile.evict}{stream}"
-
-    if config.flush is None:
-        how = "fused" if config.fused else "overlap" if config.overlap else ""
-        return f"{tile(config.tile)} {how} append {config.append_block} w{config.append_warps}"
-    how = "overlap, " if config.overlap else ""
-    return f"{tile(config.tile)} {how}flush {tile(config.flush)} n{config.flush_programs} a{config.append_block}"
+    tile = config.tile
+    limit = f" registers {tile.registers}" if tile.registers else ""
+    how = "fused" if config.fused else f"overlap {config.overlap} append {config.append_block} w{config.append_warps}"
+    return f"{tile.block_p}x{tile.columns} w{tile.warps} j{tile.slots} {tile.evict} {tile.state}{limit}, {how}"
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Compiles:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps=4, num_stages=3, launch_pdl=False, **named):
+    def launch(self, *args, num_warps=4, num_stages=3, launch_pdl=None, maxnreg=None, **named):
         values = dict(zip(self.kernel.arg_names, args)) | named
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.kernel.params):
@@ -53,7 +53,8 @@ class Compiles:
                 attributes[(i,)] = [["tt.divisibility", 16]]
             else:
                 signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
-        options = {"num_warps": num_warps, "num_stages": num_stages} | ({"launch_pdl": True} if launch_pdl else {})
+        options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": launch_pdl, "maxnreg": maxnreg}
+        options = {name: value for name, value in options.items() if value is not None}
         source = ASTSource(self.kernel, signature, constants, attributes)
         result = triton.compile(source, target=self.target, options=options)
         self.compiled.append((self.kernel.__name__, result))
@@ -67,6 +68,7 @@ def compiled(request, monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Compiles(getattr(module, name), request.param, found))
     monkeypatch.setattr(mamba2, "can_overlap", lambda device: request.param.arch == 90)
+    monkeypatch.setattr(mamba2, "can_limit_registers", lambda device: request.param.backend == "cuda")
     return found
 
 
@@ -103,10 +105,13 @@ def test_compiles_elsewhere(call, compiled):
     assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
 
 
-CONFIGS = [Config(Tile(32, 2, 32, stream=True), flush=Tile(32, 2, 64)), Config(Tile(32, 1, 64, keep=True))]
+CONFIGS = [
+    Config(Tile(32, 2, 32, state="stream"), overlap="late"),
+    Config(Tile(32, 1, 64, state="keep", registers=128)),
+]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["stream", "keep"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.tile.state)
 def test_other_configurations_compile(config, compiled, monkeypatch):
     monkeypatch.setattr(_configs, "OVERRIDE", config)
     decode(fused=False, checkpoint_dtype=BF16)

@@ -114,11 +114,10 @@ def test_dtypes(conv, dtype, checkpoint_dtype, device):
 
 
 CONFIGS = {
-    "from registers, kept": Config(Tile(16, 1, 32, keep=True), append_block=32),
-    "from registers, read again": Config(Tile(32, 1, 16, "evict_first"), overlap=False),
-    "through shared memory": Config(Tile(16, 1, 32, stream=True)),
-    "a flush apart": Config(Tile(16, 2, 16, stream=True), flush=Tile(32, 2, 32), flush_programs=2),
-    "a flush apart, no overlap": Config(Tile(16, 1, 64), flush=Tile(16, 1, 16), overlap=False),
+    "from registers, kept": Config(Tile(16, 1, 32, state="keep", registers=128), append_block=32),
+    "from registers, read again": Config(Tile(32, 1, 16, "evict_first"), overlap="no"),
+    "through shared memory": Config(Tile(16, 1, 32, state="stream"), overlap="late"),
+    "two warps": Config(Tile(16, 2, 16, state="stream", registers=64)),
 }
 
 

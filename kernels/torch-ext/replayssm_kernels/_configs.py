@@ -27,19 +27,21 @@ class Tile:
     columns: int  # of the state in one piece of registers
     evict: str = ""  # eviction policy of the state's loads
     slots: int = 16  # of the buffer at a time, a power of two >= 16
-    # One token: the state goes through shared memory, and not into registers at once; or it is kept in registers for a
-    # flush, and not read again.
-    stream: bool = False
-    keep: bool = False
+    # One token: how a row that flushes comes by the state. "keep": it stays in registers; "again": it is read once
+    # more; "stream": the same, and neither time into registers as a whole, but through shared memory.
+    state: str = "again"
+    # Registers of a thread, at most (0: what the compiler takes; NVIDIA only). The branch of a flush needs many: what
+    # it spills costs the rows that flush, and more programs are under way in all the others.
+    registers: int = 0
 
 
 @dataclass(frozen=True)
 class Config:
     tile: Tile
-    fused: bool = False  # one token: all in one launch (rows that flush too)
-    flush: Tile | None = None  # rows that flush are left to a launch of their own; None: they go with the others
-    flush_programs: int = 8  # of that launch, for each multiprocessor
-    overlap: bool = True  # of the append kernel with the next one, where the device can
+    fused: bool = False  # one token: all in one launch
+    # Of the append kernel with the next one, where the device can: "early" (both run side by side), "late" (the next
+    # one is launched once the work is done, before all of it is written), or "no".
+    overlap: str = "early"
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
 
@@ -48,7 +50,7 @@ OVERRIDE: Config | None = None  # for tuning
 
 
 def choose(checkpoint: torch.Tensor, tokens: int) -> Config:
-    """The configuration of a call with `tokens` new tokens (0: a flush alone)."""
+    """The configuration of a call with `tokens` new tokens."""
     if OVERRIDE is not None:
         return OVERRIDE
     batch, heads, head_dim, state = checkpoint.shape
@@ -66,12 +68,16 @@ def _choose(device: str, heads: int, head_dim: int, state: int, state_bytes: int
     ]
     if not entries:
         return _default(heads, head_dim, state)
-    nearest = min(
-        entries, key=lambda entry: abs(math.log(work / (entry["heads"] * entry["head_dim"] * entry["state"])))
-    )
+
+    def distance(entry: dict) -> tuple:
+        other = entry["heads"] * entry["head_dim"] * entry["state"]
+        return entry["state"] != state, entry["head_dim"] != head_dim, abs(math.log(work / other))
+
+    nearest = min(entries, key=distance)
     config = nearest["config"]
-    fit = functools.partial(_fit, head_dim=head_dim, state=state, tuned_for=nearest["state"])
-    return replace(config, tile=fit(config.tile), flush=None if config.flush is None else fit(config.flush))
+    if (nearest["head_dim"], nearest["state"]) == (head_dim, state):
+        return config
+    return replace(config, tile=_fit(config.tile, head_dim, state, tuned_for=nearest["state"]))
 
 
 def _fit(tile: Tile, head_dim: int, state: int, tuned_for: int) -> Tile:
@@ -86,16 +92,23 @@ def _fit(tile: Tile, head_dim: int, state: int, tuned_for: int) -> Tile:
         warps //= 2
     while warps < 8 and elements > 128 * 32 * warps:
         warps *= 2
-    return replace(tile, block_p=block_p, warps=warps)
+    alike = elements * tile.warps == tile.block_p * next_power_of_2(tuned_for) * warps  # in a thread
+    return replace(tile, block_p=block_p, warps=warps, registers=tile.registers if alike else 0)
 
 
 def _default(heads: int, head_dim: int, state: int) -> Config:
     """
     For a device that was not tuned for: 4096 elements of the state a warp keep enough loads under way. A small batch
-    has latency to save, hence one launch; rows that flush go with the others, which never costs a launch more.
+    has latency to save, hence one launch.
     """
     tile = _fit(Tile(32, 1, 64), head_dim, state, tuned_for=128)
     return Config(tile, fused=heads < 512)
+
+
+@functools.cache
+def fold_tile(head_dim: int, state: int) -> Tile:
+    """For a flush alone."""
+    return _fit(Tile(64, 4, 32), head_dim, state, tuned_for=128)
 
 
 @functools.cache
@@ -112,8 +125,7 @@ def _table() -> list[dict]:
 
 
 def _config_of(fields: dict) -> Config:
-    tiles = {name: None if fields.get(name) is None else Tile(**fields[name]) for name in ("tile", "flush")}
-    return Config(**{**fields, **tiles})
+    return Config(**{**fields, "tile": Tile(**fields["tile"])})
 
 
 @functools.cache

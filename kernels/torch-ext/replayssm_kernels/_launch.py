@@ -29,6 +29,11 @@ def multiprocessors(device: torch.device) -> int:
     return getattr(properties, "multi_processor_count", None) or getattr(properties, "gpu_eu_count", 512) // 8
 
 
+@functools.cache
+def can_limit_registers(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 

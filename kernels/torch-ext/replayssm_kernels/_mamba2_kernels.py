@@ -12,7 +12,7 @@ Two launches do a call: `_append_kernel` (convolution, append, and B_j . C_t, on
 `_step_kernel` (one token) or `_window_kernel` (more). For one token and a small batch, `_fused_kernel` does all of it:
 a launch saved is worth more there than work done once for a group. A flush takes the state from the registers of the
 output (KEEP), which costs registers, and so programs on a multiprocessor, in steps that do not flush too; or reads it
-again; or is left to `_fold_kernel` in a launch of its own, as it always is behind a window of several pieces.
+again; behind a window of several pieces it is left to `_fold_kernel`.
 
 Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, group, slot, N), dt (batch, head, slot)
 float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
@@ -72,9 +72,9 @@ def _append_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    STARTS: tl.constexpr,
+    STARTS: tl.constexpr,  # the next launch: "early", "late" (once the work is done) or "no"
 ):  # fmt: skip
-    if STARTS:
+    if STARTS == "early":
         may_start_next()
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
@@ -108,6 +108,8 @@ def _append_kernel(
             x.to(x_buffer_ptr.dtype.element_ty),
             mask=real[:, None] & ok[None, :],
         )
+        if STARTS == "late":
+            may_start_next()
         return
 
     g = unit
@@ -171,6 +173,8 @@ def _append_kernel(
         row_scores_ptr + t[:, None] * SLOTS + place[None, :], _scores(C, B, BLOCK_T),
         mask=(t < T)[:, None] & real[None, :],
     )  # fmt: skip
+    if STARTS == "late":
+        may_start_next()
 
 
 @triton.jit
@@ -211,14 +215,10 @@ def _step_kernel(
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-    STARTS: tl.constexpr,  # the next launch early
     STREAM: tl.constexpr,  # the state goes through shared memory, and not into registers at once
     KEEP: tl.constexpr,  # it is kept in registers for a flush, and not read again
-    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
 ):  # fmt: skip
     """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
-    if STARTS:
-        may_start_next()
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
     # The state first: what follows goes on while it is under way.
@@ -273,10 +273,9 @@ def _step_kernel(
             products += state[part].to(tl.float32) * C[part][None, :]
     y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
-    if FLUSH:
-        if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_row_ptr, b_group_ptr, dt_row_ptr, fold,
-                  first, A, p, KEEP, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+    if fold > 0:
+        _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_row_ptr, b_group_ptr, dt_row_ptr, fold,
+              first, A, p, KEEP, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -586,15 +585,12 @@ def _window_kernel(
     COLUMNS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-    STARTS: tl.constexpr,  # the next launch early
-    FLUSH: tl.constexpr,  # here; or in a launch of _fold_kernel that follows
+    FLUSH: tl.constexpr,  # here; or (windows of several pieces) in a launch of _fold_kernel that follows
 ):  # fmt: skip
     """
     A piece of a window, one tile: BLOCK_P rows of the state of one head. All products are (BLOCK_P, .) times (., T): a
     matrix unit takes eight tokens at a time on that side, and no fewer than sixteen on the other.
     """
-    if STARTS:
-        may_start_next()
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
     b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
@@ -605,52 +601,47 @@ def _window_kernel(
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[:, None]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
     t = t0 + tl.arange(0, BLOCK_T)
     t_ok = t < tl.minimum(T, count)
     row_scores_ptr = scores_ptr + (b * G + g) * (T * SLOTS) + t[None, :] * SLOTS
 
-    # The state by C, a loop whose loads are all under way before the first product: into shared memory, asynchronously.
+    # Time is counted backwards from the end of the piece: a difference of two such sums is as exact as its exponent
+    # needs, since the one that is subtracted is small.
+    start = held + tl.minimum(count, t0)
+    end = tl.minimum(held + count, start + BLOCK_T)
+    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
+    behind_t = _time_behind(dt_t)
+
+    # One loop over parts of the state by C and, beside them, over blocks of the buffer by their weights, the piece's
+    # own tokens first (time adds up from the newest token to the oldest). The loads of its first turns are all under
+    # way, asynchronously into shared memory, before the first product.
     y_state = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
-    for part in tl.range(0, PARTS, num_stages=PARTS + 1):
-        n = part * COLUMNS + tl.arange(0, COLUMNS)
+    y = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
+    elapsed = tl.zeros((), tl.float32)
+    for turn in tl.range(0, tl.maximum(PARTS, (end + BLOCK_J - 1) // BLOCK_J), num_stages=PARTS + 1):
+        n = turn * COLUMNS + tl.arange(0, COLUMNS)
         state_ok = p_ok[:, None] & (n < N)[None, :]
         state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0, eviction_policy=EVICT)
         at = b * c_stride_b + g * c_stride_g + t[None, :] * c_stride_t + n[:, None]
         C = tl.load(c_ptr + at, mask=t_ok[None, :] & (n < N)[:, None], other=0.0)
         y_state = dot_for_output(state.to(tl.float32) if C.dtype == tl.float32 else state, C, y_state)
 
-    # Older tokens, those of earlier pieces among them, decayed up to the beginning of this piece.
-    start = held + tl.minimum(count, t0)
-    y = tl.zeros((BLOCK_P, BLOCK_T), tl.float32)
-    after_all = tl.zeros((), tl.float32)
-    blocks = (start + BLOCK_J - 1) // BLOCK_J
-    for block in range(blocks):  # from the newest to the oldest, since a token decays with the time behind it
-        place = (blocks - 1 - block) * BLOCK_J + tl.arange(0, BLOCK_J)
-        _, x, dt = _buffered(place, start, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-        scores_ok = (place < start)[:, None] & t_ok[None, :]
-        scores = tl.load(row_scores_ptr + place[:, None], mask=scores_ok, other=0.0)
-        weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + after_all), 0.0))
-        y = dot_for_output(tl.trans(x), weight[:, None] * scores, y)
-        after_all += tl.sum(dt, axis=0)
-
-    # The piece's own tokens among themselves. Time is counted backwards from its end: a difference of two such sums is
-    # as exact as its exponent needs, since the one that is subtracted is small.
-    end = tl.minimum(held + count, start + BLOCK_T)
-    OWN: tl.constexpr = BLOCK_T if BLOCK_T > 16 else 16
-    i = start + tl.arange(0, OWN)
-    _, x_own, dt_own = _buffered(i, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
-    dt_t = tl.load(dt_row_ptr + ring_slot(first, tl.where(t_ok, held + t, 0), SLOTS), mask=t_ok, other=0.0)
-    visible = (i < end)[:, None] & (i[:, None] <= held + t[None, :])
-    scores_own = tl.load(row_scores_ptr + i[:, None], mask=visible & t_ok[None, :], other=0.0)
-    exponent = tl.minimum(A * (_time_behind(dt_own)[:, None] - _time_behind(dt_t)[None, :]), 0.0)
-    weight = dt_own[:, None] * tl.exp(tl.where(visible, exponent, float("-inf"))) * scores_own
-    weight += tl.where(i[:, None] == held + t[None, :], D, 0.0)
-    y += tl.exp(tl.minimum(A * after_all, 0.0)) * y_state
-    y *= tl.exp(tl.minimum(A * tl.cumsum(dt_t, axis=0), 0.0))[None, :]
-    y = dot_for_output(tl.trans(x_own), weight, y)
+        place = end - (turn + 1) * BLOCK_J + tl.arange(0, BLOCK_J)
+        used = place >= 0
+        slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+        dt = tl.load(dt_row_ptr + slot, mask=used, other=0.0)
+        x = tl.load(x_row_ptr + slot[None, :] * P, mask=p_ok[:, None] & used[None, :], other=0.0)
+        visible = used[:, None] & (place[:, None] <= held + t[None, :]) & t_ok[None, :]
+        scores = tl.load(row_scores_ptr + place[:, None], mask=visible, other=0.0)
+        exponent = A * ((_time_behind(dt) + elapsed)[:, None] - behind_t[None, :])
+        weight = dt[:, None] * tl.exp(tl.where(visible, tl.minimum(exponent, 0.0), float("-inf"))) * scores
+        weight += tl.where(place[:, None] == held + t[None, :], D, 0.0)
+        y = dot_for_output(x, weight, y)
+        elapsed += tl.sum(dt, axis=0)
+    y += tl.exp(tl.minimum(A * (elapsed - behind_t), 0.0))[None, :] * y_state
     tl.store(
         y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
         y.to(y_ptr.dtype.element_ty),
@@ -659,7 +650,7 @@ def _window_kernel(
 
     if FLUSH:
         if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, 0, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
+            _fold(head_state_ptr, head_state_ptr, 0, tl.trans(x_row_ptr), b_group_ptr, dt_row_ptr, fold, first, A, p,
                   False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
 
 
@@ -682,7 +673,6 @@ def _fold_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
-    WAITS: tl.constexpr,
 ):
     """
     The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
@@ -695,8 +685,6 @@ def _fold_kernel(
     tiles = batch * H * ((P + BLOCK_P - 1) // BLOCK_P)
     if INPLACE:
         tiles = tl.where(most > 0, tiles, 0)
-    if WAITS:
-        wait_for_previous()
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)

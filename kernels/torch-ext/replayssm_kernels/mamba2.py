@@ -18,6 +18,7 @@ from . import _configs
 from ._conv import PIECE, check_conv
 from ._launch import (
     DTYPES,
+    can_limit_registers,
     cdiv,
     check,
     check_owned,
@@ -31,6 +32,9 @@ from ._launch import (
 from ._mamba2_kernels import _append_kernel, _fold_kernel, _fused_kernel, _step_kernel, _window_kernel
 from ._operators import define
 from ._overlap import can_overlap
+
+
+FOLD_PROGRAMS = 16  # of a fold, for each multiprocessor; each goes through many tiles
 
 
 def mamba2_step(
@@ -284,10 +288,10 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             _fused_kernel[(tiles,)](
                 positions, *new, checkpoint, A, unused if D is None else D, y, batch, *x_strides[::2], *B_strides[::2],
                 *C_strides[::2], dt.stride(0), dt.stride(2), *sizes, D is not None, *variant, dt_bias is not None,
-                *_tile_sizes(config.tile, state, slots), config.tile.evict, **_options(config.tile),
+                *_tile_sizes(config.tile, state, slots), config.tile.evict, **_options(config.tile, y.device),
             )  # fmt: skip
             return
-        overlaps = config.overlap and can_overlap(checkpoint.device)
+        overlap = config.overlap if can_overlap(checkpoint.device) else "no"
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
         block_c = config.append_block
         scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
@@ -295,27 +299,24 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             _append_kernel[(groups + cdiv(heads * head_dim, block_c), batch)](
                 positions, *new, scores, batch, *x_strides, *B_strides, *C_strides, *dt.stride(), tokens, t0, *sizes,
                 *variant, ring < kernel - 1 + tokens, dt_bias is not None, block_t, max(next_power_of_2(state), 16), 16,
-                block_c, min(next_power_of_2(heads // groups), 32), overlaps,
+                block_c, min(next_power_of_2(heads // groups), 32), overlap,
                 num_warps=config.append_warps if tokens == 1 else 4,
             )  # fmt: skip
         pieces = cdiv(tokens, block_t)
-        flush_apart = config.flush is not None or pieces > 1
-        starts = flush_apart and can_overlap(y.device)
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
                   batch, *C_strides)  # fmt: skip
-        how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps, starts)
-        options = _options(config.tile, overlaps)
+        waits = overlap != "no"
+        how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, waits)
+        options = _options(config.tile, y.device, waits)
         if tokens == 1:
-            _step_kernel[(tiles,)](
-                *common, *sizes, D is not None, *how, config.tile.stream,
-                config.tile.keep and not config.tile.stream, not flush_apart, **options
-            )
+            stream, keep = config.tile.state == "stream", config.tile.state == "keep"
+            _step_kernel[(tiles,)](*common, *sizes, D is not None, *how, stream, keep, **options)
         else:
             _window_kernel[(tiles, pieces)](
-                *common, tokens, *sizes, D is not None, block_t, *how, not flush_apart, **options
+                *common, tokens, *sizes, D is not None, block_t, *how, pieces == 1, **options
             )
-        if flush_apart:
-            _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, waits=starts)
+            if pieces > 1:
+                _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
 
 
 def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, int]:
@@ -327,28 +328,28 @@ def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, 
     )
 
 
-def _options(tile: _configs.Tile, overlaps: bool = False) -> dict:
+def _options(tile: _configs.Tile, device: torch.device, overlaps: bool = False) -> dict:
     """Launch options of triton; those that only some devices know are named only there."""
-    return {"num_warps": tile.warps, "num_stages": 1, **({"launch_pdl": True} if overlaps else {})}
+    options = {"num_warps": tile.warps, "num_stages": 1}
+    if overlaps:
+        options["launch_pdl"] = True
+    if tile.registers and can_limit_registers(device):
+        options["maxnreg"] = tile.registers
+    return options
 
 
-def _few_programs(config: _configs.Config, tile: _configs.Tile, checkpoint: torch.Tensor) -> tuple[int]:
-    """The grid of a kernel whose programs go through all tiles of the state."""
-    batch, heads, head_dim, _ = checkpoint.shape
-    tiles = batch * heads * cdiv(head_dim, tile.block_p)
-    return (min(tiles, config.flush_programs * multiprocessors(checkpoint.device)),)
-
-
-def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config, waits=False) -> None:
-    """Into `out`; where that is the checkpoint, of rows that fold anything. `waits`: for a launch that it overlaps."""
-    heads, head_dim, state = checkpoint.shape[1:]
+def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint) -> None:
+    """Into `out`; where that is the checkpoint, of rows that fold anything."""
+    batch, heads, head_dim, state = checkpoint.shape
     groups, slots = B_buffer.shape[1:3]
-    tile = config.flush or config.tile
-    _fold_kernel[_few_programs(config, tile, checkpoint)](
-        positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, checkpoint.shape[0],
-        heads, groups, head_dim, state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), waits,
-        **_options(tile, waits),
-    )  # fmt: skip
+    tile = _configs.fold_tile(head_dim, state)
+    tiles = batch * heads * cdiv(head_dim, tile.block_p)
+    programs = min(tiles, FOLD_PROGRAMS * multiprocessors(checkpoint.device))
+    with on_device_of(checkpoint):
+        _fold_kernel[(programs,)](
+            positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, batch, heads, groups, head_dim,
+            state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), **_options(tile, out.device),
+        )  # fmt: skip
 
 
 def _fold(
@@ -361,9 +362,7 @@ def _fold(
 ) -> torch.Tensor:
     out = torch.empty_like(checkpoint, dtype=torch.float32)
     if out.numel() > 0:
-        with on_device_of(checkpoint):
-            config = _configs.choose(checkpoint, 0)
-            _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config)
+        _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
     return out
 
 
@@ -376,9 +375,7 @@ def _flush(
     checkpoint: torch.Tensor,
 ) -> None:
     if checkpoint.numel() > 0:
-        with on_device_of(checkpoint):
-            config = _configs.choose(checkpoint, 0)
-            _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, config)
+        _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
 
 
 _step_op = define(
