@@ -36,9 +36,8 @@ STEP = [
 WINDOW = [
     (64, 2, 64, 32, (0, 128)),
     (64, 1, 64, 32, (0,)),
-    (64, 2, 32, 16, (0,)),
+    (64, 2, 32, 16, (0, 96)),
     (64, 4, 64, 32, (0, 96)),
-    (32, 1, 64, 32, (0,)),
 ]
 
 
@@ -91,7 +90,7 @@ class Job:
         from replayssm_kernels._configs import Config
 
         append = {"append_block": 2048, "append_warps": 8} if self.small else {"append_block": 512}
-        found = [Config(tile, overlap="early" if self.small else "no", **append) for tile in self.tiles()]
+        found = [Config(tile, overlap=self.small, **append) for tile in self.tiles()]
         if self.small and self.tokens == 1:
             found += [Config(tile, fused=True) for tile in self.tiles() if tile.state == "keep"]
         return found
@@ -101,13 +100,12 @@ class Job:
         apart = [config for config in self.candidates() if not config.fused]
         return [
             *self.candidates(), *self.appends(apart[0]),
-            *(option for config in apart for option in self.overlaps(config)),
+            *(self.otherwise(config) for config in apart),
         ]  # fmt: skip
 
-    def overlaps(self, config) -> list:
-        """`config` with the other ways to overlap launches."""
-        ways = {"early", "late", "no"} - {config.overlap}
-        return [dataclasses.replace(config, overlap=way) for way in sorted(ways)]
+    def otherwise(self, config):
+        """`config` with launches that overlap, if they do not, and the other way round."""
+        return dataclasses.replace(config, overlap=not config.overlap)
 
     def appends(self, config) -> list:
         """`config` with other sizes of the append kernel."""
@@ -133,7 +131,7 @@ class Job:
             return sorted(tried, key=lambda config: self.cost(tried[config]))[:count]
 
         try_(self.candidates())
-        try_([option for config in best(2) if not config.fused for option in self.overlaps(config)])
+        try_([self.otherwise(config) for config in best(2) if not config.fused])
         try_([option for config in best(1) if not config.fused for option in self.appends(config)])
         return [(config, tried[config]) for config in best(5)]
 
@@ -250,7 +248,8 @@ def fields(config) -> dict:
 def show(config) -> str:
     tile = config.tile
     limit = f" registers {tile.registers}" if tile.registers else ""
-    how = "fused" if config.fused else f"overlap {config.overlap} append {config.append_block} w{config.append_warps}"
+    overlap = "overlap " if config.overlap else ""
+    how = "fused" if config.fused else f"{overlap}append {config.append_block} w{config.append_warps}"
     return f"{tile.block_p}x{tile.columns} w{tile.warps} j{tile.slots} {tile.evict} {tile.state}{limit}, {how}"
 
 

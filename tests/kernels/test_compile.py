@@ -106,7 +106,7 @@ def test_compiles_elsewhere(call, compiled):
 
 
 CONFIGS = [
-    Config(Tile(32, 2, 32, state="stream"), overlap="late"),
+    Config(Tile(32, 2, 32, state="stream")),
     Config(Tile(32, 1, 64, state="keep", registers=128)),
 ]
 

@@ -115,8 +115,8 @@ def test_dtypes(conv, dtype, checkpoint_dtype, device):
 
 CONFIGS = {
     "from registers, kept": Config(Tile(16, 1, 32, state="keep", registers=128), append_block=32),
-    "from registers, read again": Config(Tile(32, 1, 16, "evict_first"), overlap="no"),
-    "through shared memory": Config(Tile(16, 1, 32, state="stream"), overlap="late"),
+    "from registers, read again": Config(Tile(32, 1, 16, "evict_first"), overlap=False),
+    "through shared memory": Config(Tile(16, 1, 32, state="stream")),
     "two warps": Config(Tile(16, 2, 16, state="stream", registers=64)),
 }
 

@@ -39,9 +39,7 @@ class Tile:
 class Config:
     tile: Tile
     fused: bool = False  # one token: all in one launch
-    # Of the append kernel with the next one, where the device can: "early" (both run side by side), "late" (the next
-    # one is launched once the work is done, before all of it is written), or "no".
-    overlap: str = "early"
+    overlap: bool = True  # of the append kernel with the next one, where the device can
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
 

@@ -72,9 +72,9 @@ def _append_kernel(
     BLOCK_J: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    STARTS: tl.constexpr,  # the next launch: "early", "late" (once the work is done) or "no"
+    STARTS: tl.constexpr,  # the next launch early
 ):  # fmt: skip
-    if STARTS == "early":
+    if STARTS:
         may_start_next()
     # Programs 0 .. G-1 of a row: B, C, dt and scores of a group. The others: BLOCK_C channels of x each.
     unit = tl.program_id(0)
@@ -108,8 +108,6 @@ def _append_kernel(
             x.to(x_buffer_ptr.dtype.element_ty),
             mask=real[:, None] & ok[None, :],
         )
-        if STARTS == "late":
-            may_start_next()
         return
 
     g = unit
@@ -173,8 +171,6 @@ def _append_kernel(
         row_scores_ptr + t[:, None] * SLOTS + place[None, :], _scores(C, B, BLOCK_T),
         mask=(t < T)[:, None] & real[None, :],
     )  # fmt: skip
-    if STARTS == "late":
-        may_start_next()
 
 
 @triton.jit
@@ -648,10 +644,12 @@ def _window_kernel(
         mask=(t < T)[None, :] & p_ok[:, None],
     )
 
+    # In narrow parts: what a flush needs in registers, all windows pay for.
+    FOLD_COLUMNS: tl.constexpr = COLUMNS if COLUMNS < 32 else 32
     if FLUSH:
         if fold > 0:
             _fold(head_state_ptr, head_state_ptr, 0, tl.trans(x_row_ptr), b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+                  False, P, N, SLOTS, BLOCK_P, BLOCK_J, FOLD_COLUMNS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])

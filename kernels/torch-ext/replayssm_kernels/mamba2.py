@@ -291,7 +291,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 *_tile_sizes(config.tile, state, slots), config.tile.evict, **_options(config.tile, y.device),
             )  # fmt: skip
             return
-        overlap = config.overlap if can_overlap(checkpoint.device) else "no"
+        overlaps = config.overlap and can_overlap(checkpoint.device)
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
         block_c = config.append_block
         scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
@@ -299,15 +299,14 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             _append_kernel[(groups + cdiv(heads * head_dim, block_c), batch)](
                 positions, *new, scores, batch, *x_strides, *B_strides, *C_strides, *dt.stride(), tokens, t0, *sizes,
                 *variant, ring < kernel - 1 + tokens, dt_bias is not None, block_t, max(next_power_of_2(state), 16), 16,
-                block_c, min(next_power_of_2(heads // groups), 32), overlap,
+                block_c, min(next_power_of_2(heads // groups), 32), overlaps,
                 num_warps=config.append_warps if tokens == 1 else 4,
             )  # fmt: skip
         pieces = cdiv(tokens, block_t)
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
                   batch, *C_strides)  # fmt: skip
-        waits = overlap != "no"
-        how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, waits)
-        options = _options(config.tile, y.device, waits)
+        how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps)
+        options = _options(config.tile, y.device, overlaps)
         if tokens == 1:
             stream, keep = config.tile.state == "stream", config.tile.state == "keep"
             _step_kernel[(tiles,)](*common, *sizes, D is not None, *how, stream, keep, **options)
