@@ -293,7 +293,8 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             return
         overlaps = config.overlap and can_overlap(checkpoint.device)
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
-        block_c = config.append_block
+        # (With a convolution a program holds all its taps: 2048 channels of 8 tokens would not fit into registers.)
+        block_c = config.append_block if tokens == 1 else min(config.append_block, max(2048 // block_t, 64))
         scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
             _append_kernel[(groups + cdiv(heads * head_dim, block_c), batch)](
