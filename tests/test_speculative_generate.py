@@ -43,6 +43,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_replayssm
 from hf_replayssm import ReplayCache, bundled, is_enabled, speculative, speculative_generate
+from hf_replayssm.speculative import PromptLookup
 
 
 NEW_TOKENS = 14
@@ -521,16 +522,19 @@ def naive_look_up(tokens: list[int], drafts: int, ngram: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_look_up_equals_a_search_row_by_row(ngram):
+def test_prompt_lookup_equals_a_search_after_every_round(ngram):
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 4, (300, 12), generator=generator)
-    first = torch.randint(0, 4, (300,), generator=generator)
-    lengths = first + torch.randint(1, 9, (300,), generator=generator)
-    drafts, count = speculative.look_up(ids, first, lengths, 3, ngram)
-    assert set(count.tolist()) == {0, 1, 2, 3}
-    for row in range(len(ids)):
-        expected = naive_look_up(ids[row, first[row] : lengths[row]].tolist(), 3, ngram)
-        assert drafts[row, : count[row]].tolist() == expected
+    counts = set()
+    for row in torch.randint(0, 4, (40, 30), generator=generator).tolist():
+        lookup, end = PromptLookup(ngram), 0
+        while end < len(row):
+            new = int(torch.randint(0, 5, (1,), generator=generator))  # a round may also end with no token of a row
+            lookup.extend(row[end : end + new])
+            end += new
+            expected = naive_look_up(row[:end], 3, ngram)
+            assert lookup.drafts(3) == expected
+            counts.add(len(expected))
+    assert counts == {0, 1, 2, 3}
 
 
 # The bundled models: text with something to accept.
