@@ -36,7 +36,7 @@ from typing import Any
 import torch
 import transformers
 from benchmark_kernels import table
-from geometries import build, named, random_prompt, short_name, state_bytes, weight_bytes
+from geometries import build, named, random_prompt, short_name, state_bytes, state_share, weight_bytes
 from model_timing import (
     DTYPES,
     LogitsLog,
@@ -55,7 +55,6 @@ from model_timing import (
     time_products,
     use_mamba_ssm,
 )
-from torch.utils._pytree import tree_map_only
 
 import hf_replayssm
 
@@ -95,19 +94,29 @@ class CapturedCall:
         if self.calls == 1:
             return self.model(**inputs)
         if self.graph is None:
-            self.inputs = {name: tree_map_only(torch.Tensor, torch.clone, value) for name, value in moved(inputs)}
-            kept = {name: value for name, value in inputs.items() if name not in self.inputs}
-            self.graph = graph_of(lambda: setattr(self, "output", self.model(**self.inputs, **kept)))
+            # The cache is not among the tensors: its own stay where they are.
+            self.inputs = {
+                name: {key: copied(mask) for key, mask in value.items()} if isinstance(value, dict) else copied(value)
+                for name, value in inputs.items()
+            }
+            self.graph = graph_of(lambda: setattr(self, "output", self.model(**self.inputs)))
         else:
-            for name, value in moved(inputs):
-                tree_map_only(torch.Tensor, torch.Tensor.copy_, self.inputs[name], value)
+            for own, new in zip(tensors(self.inputs), tensors(inputs), strict=True):
+                own.copy_(new)
         self.graph.replay()
         return self.output
 
 
-def moved(inputs: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Tensors, and dicts of tensors (masks); not the cache, whose tensors stay where they are."""
-    return [(name, value) for name, value in inputs.items() if isinstance(value, torch.Tensor | dict)]
+def copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def tensors(inputs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments of a model, those of a dict of masks too."""
+    found = []
+    for value in inputs.values():
+        found += [x for x in (value.values() if isinstance(value, dict) else [value]) if isinstance(x, torch.Tensor)]
+    return found
 
 
 class Bounds:
@@ -200,7 +209,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     model = build(named(args.geometry), args.device, dtype)
     # The scan of a prefill in PyTorch pads to whole chunks: no longer ones than the prompt needs, for every variant.
     for module in model.modules():
-        if hasattr(module, "A_log") and hasattr(module, "chunk_size"):
+        if hasattr(module, "A_log") and hasattr(module, "chunk_size") and not args.mamba_ssm_scan:
             module.chunk_size = min(module.chunk_size, max(16, 1 << (args.prompt - 1).bit_length()))
     size = {
         "geometry": short_name(args.geometry),
@@ -209,6 +218,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "state_bytes_per_row": state_bytes(model.config),
         "build_seconds": now(args.device) - begin,
         "mamba_ssm": mamba_ssm,
+        "state_share": state_share(model),
     }
     options = {name: value for name, value in vars(args).items() if name not in ("json", "plot", "show", "geometry")}
     record = Record(about(args.device, dtype, **size, options=options), args.json, args.time_limit)
@@ -227,18 +237,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     jobs += [(name, batch) for batch in args.compiled_batch for name in args.variants if VARIANTS[name].compiles]
     for variant, batch in jobs:
         row = record.add({"variant": variant, "batch": batch}, functools.partial(bench.measure, variant, batch))
-        row["skipped"] = row.get("skipped") or reason_to_skip(row)
         what = trouble(row) or f"{row['median_ms']:.2f} ms a step, {row['tokens_per_s']:.0f} tokens/s"
         say(f"  batch {batch}, {variant}: {what} ({row.get('row_seconds', 0.0):.0f} s)")
     bench.switch(False)
     return record.result
-
-
-def reason_to_skip(row: dict[str, Any]) -> str | None:
-    """A variant that this version does not have is no error."""
-    error = row.get("error") or ""
-    known = ("not part of this release", "no field for capturing")
-    return row.pop("error").split(": ", 1)[1] if any(text in error for text in known) else None
 
 
 def trouble(row: dict[str, Any]) -> str | None:

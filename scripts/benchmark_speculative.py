@@ -32,7 +32,7 @@ from typing import Any
 import torch
 import transformers
 from benchmark_kernels import table
-from geometries import build, draft_of, named, random_prompt, short_name, state_bytes, weight_bytes
+from geometries import build, draft_of, named, random_prompt, short_name, state_bytes, state_share, weight_bytes
 from model_timing import (
     DTYPES,
     LogitsLog,
@@ -427,6 +427,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "parameters": model.num_parameters(),
         "weight_bytes": weight_bytes(model),
         "state_bytes_per_row": state_bytes(model.config),
+        "state_share": state_share(model),
         "build_seconds": now(args.device) - began,
     }
     options = {name: value for name, value in vars(args).items() if name not in ("json", "geometry")}

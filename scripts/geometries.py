@@ -8,9 +8,9 @@ Any other model goes by its id on the Hub or a folder; only its config is read, 
 Random weights make poor tokens: of 100,000 logits the best two lie close together, so rounding decides, and two right
 implementations part after a few tokens. Here the head is the embedding moved by one row, and the embedding is as large
 as it must be: the best token after v is v + 1, by a margin that rounding does not reach, while the other logits still
-depend on every layer. So tokens can be compared exactly and the layers by their logits. The recurrence gets Mamba-2's
-own initialisation (A in [1, 16], dt in [0.01, 0.1]): a state that is worth keeping. (A floor of dt at 1e-3, which
-transformers' cached step leaves out, is then never reached, so that replay and upstream compute the same.)
+depend on every layer. So tokens can be compared exactly and the layers by their logits. The recurrence gets A in
+[1, 16] and dt around [0.01, 0.1], as Mamba-2 is initialised, projections and convolutions that keep the size of their
+input, and a small D: then the state has a part in the logits whose loss shows (`state_share`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BambaConfig,
+    DynamicCache,
     FalconH1Config,
     Mamba2Config,
     NemotronHConfig,
@@ -170,7 +171,7 @@ GEOMETRIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any], dict[str, An
             vocab_size=256,
             max_position_embeddings=2048,
         ),
-        dict(layers_block_type=["linear_attention", "mlp"], intermediate_size=48, mamba_num_heads=4),
+        dict(layers_block_type=["linear_attention", "full_attention"], intermediate_size=48, mamba_num_heads=4),
     ),
 }
 
@@ -221,7 +222,7 @@ def build(config: PreTrainedConfig, device: str | torch.device, dtype: torch.dty
 
 
 def _give_memory(model: PreTrainedModel) -> None:
-    """Mamba-2's own initialisation of A, dt and D (Dao and Gu 2024, section 9)."""
+    """A state that matters: see the module's description. (A and dt: Dao and Gu 2024, section 9.)"""
     for module in model.modules():
         if not hasattr(module, "A_log") or not hasattr(module, "dt_bias"):
             continue
@@ -229,7 +230,10 @@ def _give_memory(model: PreTrainedModel) -> None:
         dt = torch.exp(math.log(0.01) + uniform * math.log(10.0))
         module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
         module.A_log.copy_((1 + 15 * torch.rand_like(uniform)).log())
-        module.D.fill_(1.0)
+        module.D.fill_(0.1)
+        module.conv1d.weight.normal_(std=module.conv1d.kernel_size[0] ** -0.5)
+        module.in_proj.weight.normal_(std=module.in_proj.in_features**-0.5)
+        module.out_proj.weight.normal_(std=module.out_proj.in_features**-0.5)
 
 
 # The best logit stands out by this share of its size; rounding in bfloat16 moves logits by a few percent.
@@ -260,6 +264,22 @@ def _give_margin(model: PreTrainedModel) -> None:
 def model_scale(model: PreTrainedModel) -> float:
     """What the model itself multiplies embeddings by (Falcon-H1, Granite)."""
     return float(getattr(model.config, "embedding_multiplier", 1.0) or 1.0)
+
+
+@torch.no_grad()
+def state_share(model: PreTrainedModel) -> float:
+    """By how much of their size (root mean square) the logits of a step change where all recurrent states are lost."""
+    ids = random_prompt(model, 1, 33)
+    logits = []
+    for lost in (False, True):
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids[:, :-1], cache=cache)
+        for layer in cache.layers if lost else ():
+            for state in getattr(layer, "recurrent_states", {}).values():
+                state.zero_()
+        position_ids = torch.tensor([[32]], device=ids.device)
+        logits.append(model(input_ids=ids[:, -1:], cache=cache, position_ids=position_ids).logits.float())
+    return float((logits[1] - logits[0]).square().mean().sqrt() / logits[0].square().mean().sqrt())
 
 
 # Sizes, for bounds.

@@ -24,8 +24,9 @@ from hf_replayssm import ReplayConfig
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # How far the logits of two right implementations may lie apart: root mean square of the difference over that of the
-# logits. Rounding in 16 bits accumulates over the layers of a model.
-BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# logits. Rounding in bfloat16 makes 0.03 to 0.2 of it through the 50 to 80 layers of these models; a lost state makes
+# about 1 (`geometries.state_share`).
+BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.25}
 
 
 # Clocks.
@@ -318,7 +319,9 @@ class Record:
             try:
                 row |= measure()
             except Exception as error:  # a row that fails must not cost the others
-                row["error"] = one_line(error)
+                # What this version does not have is no error.
+                missing = isinstance(error, NotImplementedError) or "not part of this release" in str(error)
+                row["skipped" if missing else "error"] = str(error) if missing else one_line(error)
             row["row_seconds"] = time.perf_counter() - began
         self.rows.append(row)
         self.note()
