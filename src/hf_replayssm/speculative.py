@@ -19,6 +19,7 @@ Between rounds the target's cache has seen all tokens of a row but the newest, t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import time
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .cache import RIGHT_PADDING, ReplayCache
+from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
 from .families import FAMILIES, signature, supported_families
 from .integration import is_enabled
 from .positions import upload
@@ -99,9 +100,9 @@ class SpeculationStatistics:
         drafted_per_row: drafts that the target verified. Not counted are those that a row had no room for, and the
             columns of a row for which prompt lookup found fewer drafts than for another.
         accepted_per_row: drafts that are in the output.
-        drafted_per_round, accepted_per_round: the same, over all rows.
+        drafted_per_round, accepted_per_round: the same, over all rows; empty in [`from_generate`].
         target_forwards: of the target, for the prompt too. The batch goes through each together.
-        draft_forwards: of the draft model, for the prompt too; 0 with prompt lookup.
+        draft_forwards: of the draft model, for the prompt too; 0 with prompt lookup; None in [`from_generate`].
         seconds: from the first forward to the last token, prompt included.
     """
 
@@ -112,8 +113,32 @@ class SpeculationStatistics:
     drafted_per_round: tuple[int, ...]
     accepted_per_round: tuple[int, ...]
     target_forwards: int
-    draft_forwards: int
+    draft_forwards: int | None
     seconds: float
+
+    @classmethod
+    def from_generate(cls, stats: ReplayStats, new_tokens: int, seconds: float) -> SpeculationStatistics:
+        """
+        The same of one call of `generate` with drafts, from what its (fresh) cache has counted: each round is one
+        forward, which yields a token of the target's own and the accepted drafts, and a crop of the others.
+
+        Args:
+            stats: `output.cache.stats`, with `return_dict_in_generate=True`.
+            new_tokens: of the one row that `generate` takes with drafts.
+            seconds: of the call.
+        """
+        rounds, accepted = stats.forwards, max(0, new_tokens - stats.forwards)
+        return cls(
+            rounds=rounds,
+            new_tokens_per_row=(new_tokens,),
+            drafted_per_row=(accepted + stats.tokens_cropped,),
+            accepted_per_row=(accepted,),
+            drafted_per_round=(),
+            accepted_per_round=(),
+            target_forwards=rounds,
+            draft_forwards=None,
+            seconds=seconds,
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -121,9 +146,24 @@ class SpeculationStatistics:
         return sum(self.new_tokens_per_row)
 
     @property
+    def drafted(self) -> int:
+        """Verified drafts of all rows."""
+        return sum(self.drafted_per_row)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafts of all rows."""
+        return sum(self.accepted_per_row)
+
+    @property
     def acceptance_rate(self) -> float:
         """Accepted drafts per verified one, 0 to 1; 0 if there were none."""
-        return sum(self.accepted_per_row) / max(1, sum(self.drafted_per_row))
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted drafts per round, of all rows together."""
+        return self.accepted / max(1, self.rounds)
 
     @property
     def forwards_saved(self) -> int:
@@ -134,6 +174,12 @@ class SpeculationStatistics:
     def tokens_per_second(self) -> float:
         """New tokens of all rows per second."""
         return self.new_tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields and totals, as JSON can hold them."""
+        totals = ("new_tokens", "drafted", "accepted", "acceptance_rate", "mean_accepted")
+        totals += ("forwards_saved", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
 
 @dataclass
