@@ -159,7 +159,7 @@ class Forwards:
             self.cache.restore(before)
             self.advance()
         result = over_cycles(times, flushed) | {"difference": max(differences)}
-        if result["difference"] > 0.02:  # the same kernels on the same numbers
+        if result["difference"] > 0.05:  # the same kernels on the same numbers
             return {"difference": result["difference"], "error": "the captured forward gives other logits"}
         return result
 
