@@ -8,7 +8,8 @@ Times speculative decoding: the verifying forward, tokens per second at a forced
 What it measures (see geometries.py for the weights):
 - `forwards`: a forward of 1 token and of the window, over whole flush cycles, the write positions really advancing.
   *eager* is a call of the model; *captured* is the same call as a CUDA graph, one for each position of the cycle, whose
-  outputs are compared with the eager ones first; *products* are the matrix products (nn.Linear) of the model alone.
+  outputs are compared with the eager ones first; *static* is one graph over the static cache, which advances by itself;
+  *products* are the matrix products (nn.Linear) of the model alone.
 - `decoding`: the greedy continuation is recorded first; the candidates are its next tokens, with one replaced by
   another token, so that acceptance is known: 3 of 4 (`even`: always the fourth; `ragged`: the rows accept 2, 3 or 4 in
   turns). Sequences and logits are compared with plain replay decoding first, and where they differ there is no speed.
@@ -34,6 +35,7 @@ import transformers
 from benchmark_kernels import table
 from geometries import build, draft_of, named, random_prompt, short_name, state_bytes, state_share, weight_bytes
 from model_timing import (
+    BOUNDS,
     DTYPES,
     LogitsLog,
     Record,
@@ -164,17 +166,46 @@ class Forwards:
         return result
 
 
+def static_forwards(model, batch: int, tokens: int, prompt: int, count: int) -> dict[str, Any]:
+    """One captured forward through the static cache, run `count` times, all tokens accepted."""
+    static = getattr(hf_replayssm, "StaticReplayCache", None)
+    if static is None:
+        raise NotImplementedError("There is no static replay cache in this version")
+    settings = model._replay_config.replace(max_window=max(tokens, 1))
+    length = prompt + tokens * (count + 8)
+    caches = {
+        "plain": ReplayCache(config=model.config, replay_config=settings),
+        "static": static(config=model.config, max_cache_len=length, replay_config=settings),
+    }
+    ids, window = random_prompt(model, batch, prompt), random_prompt(model, batch, tokens, seed=1)
+    logits = {}
+    for name, cache in caches.items():
+        cache.record_past = tokens > 1
+        for inputs in (ids, window, window, window):  # warm, and right: as the plain cache has it
+            logits[name] = model(input_ids=inputs, cache=cache, use_cache=True, logits_to_keep=tokens).logits
+    difference = distance(logits["static"], logits["plain"])
+    if difference > BOUNDS[model.dtype]:
+        return {"difference": difference, "error": "the static cache gives other logits"}
+    cache = caches.pop("static")
+    caches.clear()
+    graph = graph_of(lambda: model(input_ids=window, cache=cache, use_cache=True, logits_to_keep=tokens))
+    times = []
+    for _ in range(count):
+        begin = now(model.device)
+        graph.replay()
+        times.append((now(model.device) - begin) * 1e3)
+    return {"cycle_mean_ms": statistics.fmean(times), "difference": difference} | spread(times)
+
+
+def spread(times: list[float]) -> dict[str, float]:
+    return {"median_ms": statistics.median(times), "worst_ms": max(times), "forwards": len(times)}
+
+
 def over_cycles(times: list[float], flushed: list[bool]) -> dict[str, Any]:
     """Median, worst, and the mean over whole flush cycles: from behind one flush to the end of another."""
     ends = [i for i, flush in enumerate(flushed) if flush]
     whole = times[ends[0] + 1 : ends[-1] + 1] if len(ends) > 1 else times
-    return {
-        "median_ms": statistics.median(times),
-        "worst_ms": max(times),
-        "cycle_mean_ms": statistics.fmean(whole),
-        "flushes": len(ends),
-        "forwards": len(times),
-    }
+    return {"cycle_mean_ms": statistics.fmean(whole), "flushes": len(ends)} | spread(times)
 
 
 def measure_forwards(model, batch: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -193,15 +224,16 @@ def measure_forwards(model, batch: int, args: argparse.Namespace) -> dict[str, A
                 part["captured"] = forwards.captured(cycle if tokens == 1 else steps)
             except Exception as error:  # what remains is still worth having
                 part["captured"] = {"error": one_line(error)}
+            try:
+                part["static"] = static_forwards(model, batch, tokens, args.prompt, 2 * cycle)
+            except Exception as error:
+                part["static"] = {"error": one_line(error)}
     row["ratios"] = {"products": row["window"]["products_ms"] / row["one"]["products_ms"]}
-    for how in ("eager", "captured"):
+    row["more_ms"] = {"products": row["window"]["products_ms"] - row["one"]["products_ms"]}
+    for how in ("eager", "captured", "static"):
         pair = [row[name].get(how, {}).get("cycle_mean_ms") for name in ("window", "one")]
         if None not in pair:
-            row["ratios"][how] = pair[0] / pair[1]
-    if "captured" in row["ratios"]:
-        more = row["window"]["captured"]["cycle_mean_ms"] - row["one"]["captured"]["cycle_mean_ms"]
-        products = row["window"]["products_ms"] - row["one"]["products_ms"]
-        row["more_ms"] = {"all": more, "products": products}
+            row["ratios"][how], row["more_ms"][how] = pair[0] / pair[1], pair[0] - pair[1]
     return row
 
 
@@ -309,6 +341,8 @@ class Decoding:
 
     def seconds(self, run: Callable[[int], Any]) -> float:
         """What the tokens between the two lengths take."""
+        if self.captured:  # with drafts and without in turns, each has to be captured again
+            run(self.long)
         times: dict[int, list[float]] = {self.short: [], self.long: []}
         for _ in range(self.args.repeats):
             for tokens in times:
@@ -470,21 +504,21 @@ def shown(row: dict[str, Any]) -> str:
 def computed(rows: list[dict[str, Any]], drafts: int) -> list[dict[str, Any]]:
     """
     What captured decoding would give with the forwards and the overhead measured above, at an acceptance of all drafts
-    but one. Nothing of this was run as a whole.
+    but one, where it was not run.
     """
     found = []
     for row in rows:
         if row["section"] != "forwards" or "captured" not in row.get("ratios", {}):
             continue
-        overhead = next(
-            (r["median_ms"] for r in rows if r["section"] == "overhead" and r["batch"] == row["batch"]
-             and r["loop"] == "speculative_generate" and r["drafts_from"] == "prompt lookup" and "median_ms" in r),
-            None,
-        )  # fmt: skip
-        if overhead is None:
+        same_batch = [r for r in rows if r.get("batch") == row["batch"]]
+        if any(r["section"] == "decoding" and r["path"] == "captured" and "ratio" in r for r in same_batch):
             continue
-        one, window = (row[name]["captured"]["cycle_mean_ms"] for name in ("one", "window"))
-        found.append({"batch": row["batch"], "ratio": drafts * one / (window + overhead), "overhead_ms": overhead})
+        for other in same_batch:
+            if other["section"] == "overhead" and other["loop"] == "speculative_generate" and "median_ms" in other:
+                one, window = (row[name]["captured"]["cycle_mean_ms"] for name in ("one", "window"))
+                ratio = drafts * one / (window + other["median_ms"])
+                found.append({"batch": row["batch"], "ratio": ratio, "overhead_ms": other["median_ms"]})
+                break
     return found
 
 
@@ -502,29 +536,25 @@ def report(result: dict[str, Any]) -> str:
     def why(row: dict[str, Any]) -> str:
         return row.get("wrong") or row.get("error") or row.get("skipped") or ""
 
-    cells = []
+    cells, notes = [], []
     for row in of("forwards"):
         if why(row):
-            cells.append([str(row["batch"]), "", "", "", "", why(row)])
+            notes.append(f"batch {row['batch']}: {why(row)}")
             continue
-        for how in ("eager", "captured", "products"):
+        for how in ("eager", "captured", "static", "products"):
             if how == "products":
                 pair = [row[name]["products_ms"] for name in ("one", "window")]
             else:
-                pair = [row[name].get(how, {}).get("cycle_mean_ms") for name in ("one", "window")]
-            note = "; ".join(
-                f"{name}: {row[name][how]['error']}" for name in ("one", "window") if "error" in row[name].get(how, {})
-            ) if how != "products" else ""  # fmt: skip
-            if note or None not in pair:
-                cells.append(
-                    [str(row["batch"]), how, *(cell(ms, 3) for ms in pair), cell(row["ratios"].get(how), 3), note]
-                )
-        if "more_ms" in row:
-            more = row["more_ms"]
-            note = f"of {more['all']:.3f} ms more, products {more['products']:.3f} ms"
-            cells.append([str(row["batch"]), "", "", "", "", note])
-    head = ["batch", "forward", "1 token, ms", "window, ms", "ratio", ""]
+                parts = {name: row[name].get(how, {}) for name in ("one", "window")}
+                notes += [f"batch {row['batch']}, {how}, {n}: {p['error']}" for n, p in parts.items() if "error" in p]
+                pair = [part.get("cycle_mean_ms") for part in parts.values()]
+            if pair != [None, None]:
+                more = row["more_ms"].get(how)
+                values = [*pair, row["ratios"].get(how), more]
+                cells.append([str(row["batch"]), how, *(cell(value, 3) for value in values)])
+    head = ["batch", "forward", "1 token, ms", "window, ms", "ratio", "more, ms"]
     lines.append(table("Forwards, mean over flush cycles", head, cells))
+    lines += [*notes, ""] if notes else []
 
     notes = [
         f"{row['path']}, {row['candidates']}, batch {row['batch']}: {why(row)}" for row in of("decoding") if why(row)

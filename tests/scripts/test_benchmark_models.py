@@ -125,6 +125,13 @@ def test_products_are_called_as_often_as_in_a_forward():
 # Speculation.
 
 
+class NoGraph:
+    """A graph without a device: a replay runs what was captured."""
+
+    def __init__(self, launch):
+        self.replay = launch
+
+
 @pytest.fixture(scope="module")
 def speculated(tmp_path_factory):
     path = tmp_path_factory.mktemp("speculation") / "results.json"
@@ -218,6 +225,15 @@ def test_what_a_forward_sends_to_the_device_can_be_given_again(tokens):
         forwards.call(torch.ones((2, tokens + 2), dtype=torch.long))
 
 
+@pytest.mark.skipif(not hasattr(hf_replayssm, "StaticReplayCache"), reason="there is no static cache")
+@pytest.mark.parametrize("tokens", [1, 5])
+@torch.no_grad()
+def test_forwards_through_the_static_cache(tokens, monkeypatch):
+    monkeypatch.setattr(benchmark_speculative, "graph_of", NoGraph)
+    row = benchmark_speculative.static_forwards(tiny(), 2, tokens, 9, 6)
+    assert row["difference"] < 1e-4 and row["forwards"] == 6 and row["cycle_mean_ms"] > 0
+
+
 # Decoding through generate.
 
 
@@ -259,13 +275,6 @@ def test_a_flush_that_writes_nothing_gets_no_speed(monkeypatch):
     one.measure("upstream-dynamic", 2)
     row = one.measure("replay-eager", 2)
     assert "logits differ" in row["wrong"] and "median_ms" not in row
-
-
-class NoGraph:
-    """A graph without a device: a replay runs what was captured."""
-
-    def __init__(self, launch):
-        self.replay = launch
 
 
 def test_a_call_captured_by_hand_sees_new_inputs(monkeypatch):
