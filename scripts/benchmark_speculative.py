@@ -17,6 +17,7 @@ What it measures (see geometries.py for the weights):
   decoding of generate (one row) with the same candidates, on the same model and cache.
 - `overhead`: per round, all but the models' forwards: the host is made to wait for the device before and after each
   forward, and what lies between counts. With prompt lookup that finds its drafts, and with a small draft model.
+  *waits*: how often the host waits for the device in a round when it is left to itself, forwards included.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import functools
 import json
 import statistics
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -444,7 +446,23 @@ def measure_overhead(model, draft, batch: int, upstream: bool, args: argparse.Na
     row = {"rounds": len(rounds), "new_tokens_per_round": new / max(1, len(rounds))}
     if not torch.equal(sequences, expected):
         return row | {"wrong": "tokens differ"}
-    return row | {"median_ms": statistics.median(rounds), "worst_ms": max(rounds)}
+    row |= {"median_ms": statistics.median(rounds), "worst_ms": max(rounds)}
+    if args.device == "cuda":
+        row["waits_per_round"] = count_waits(lambda: run(ids, **kwargs)) / max(1, len(rounds))
+    return row
+
+
+def count_waits(call: Callable[[], Any]) -> int:
+    """How often the host waits for the device during a call, as torch warns of it."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            call()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
 # ----------------------------------------------------------------------------------------------------------------- run
@@ -556,31 +574,38 @@ def report(result: dict[str, Any]) -> str:
     lines.append(table("Forwards, mean over flush cycles", head, cells))
     lines += [*notes, ""] if notes else []
 
-    notes = [
-        f"{row['path']}, {row['candidates']}, batch {row['batch']}: {why(row)}" for row in of("decoding") if why(row)
-    ]
-    cells = [
-        [
-            str(row.get("batch", "")), row["path"], row["candidates"], cell(row.get("accepted_per_round")),
-            cell(row.get("rounds_per_s"), 1), cell(row.get("tokens_per_s"), 1), cell(row.get("plain_tokens_per_s"), 1),
-            cell(row.get("ratio")),
+    def section(title: str, name: str, about: list[str], columns: dict[str, tuple[str, int]]) -> None:
+        """A table: what a row is about, and its figures (name of the field, digits) under their headings."""
+        found = of(name)
+        cells = [
+            [str(row["batch"]), *(row[field] for field in about)]
+            + [cell(row.get(field), digits) for field, digits in columns.values()]
+            for row in found
+            if not why(row)
         ]
-        for row in of("decoding")
-        if not why(row)
-    ]  # fmt: skip
-    head = ["batch", "path", "candidates", "accepted/round", "rounds/s", "tokens/s", "plain tokens/s", "ratio"]
-    lines.append(table(f"Decoding, {info['options']['drafts']} drafts a round", head, cells))
-    lines += [*notes, ""] if notes else []
+        lines.append(table(title, ["batch", *(field.replace("_", " ") for field in about), *columns], cells))
+        notes = [f"{', '.join(row[f] for f in about)}, batch {row['batch']}: {why(row)}" for row in found if why(row)]
+        lines.extend([*notes, ""] if notes else [])
 
-    cells = [
-        [
-            str(row.get("batch", "")), row["drafts_from"], row["loop"], cell(row.get("median_ms"), 3),
-            cell(row.get("worst_ms"), 3), why(row)[:110],
-        ]
-        for row in of("overhead")
-    ]  # fmt: skip
-    head = ["batch", "drafts from", "loop", "median, ms", "worst, ms", ""]
-    lines.append(table("Overhead of a round: all but the models' forwards", head, cells))
+    section(
+        f"Decoding, {info['options']['drafts']} drafts a round",
+        "decoding",
+        ["path", "candidates"],
+        {
+            "accepted/round": ("accepted_per_round", 2),
+            "rounds/s": ("rounds_per_s", 1),
+            "ms/round": ("ms_per_round", 2),
+            "tokens/s": ("tokens_per_s", 1),
+            "plain tokens/s": ("plain_tokens_per_s", 1),
+            "ratio": ("ratio", 2),
+        },
+    )
+    section(
+        "Overhead of a round: all but the models' forwards",
+        "overhead",
+        ["drafts_from", "loop"],
+        {"median, ms": ("median_ms", 3), "worst, ms": ("worst_ms", 3), "waits/round": ("waits_per_round", 1)},
+    )
     for row in info.get("computed", ()):
         lines.append(
             f"Computed, not run: batch {row['batch']}, captured forwards and {row['overhead_ms']:.2f} ms of overhead a "
