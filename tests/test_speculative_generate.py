@@ -220,6 +220,21 @@ def test_buffers_are_as_small_as_the_window_needs():
     assert cache.stats.forwards == output.statistics.target_forwards == output.statistics.rounds + 1
 
 
+def test_windows_have_no_columns_for_drafts_that_no_row_has():
+    model, widths = enabled_model("bamba"), []
+    handle = model.register_forward_hook(lambda _, args, output: widths.append(output.logits.shape[1]))
+    ids = torch.arange(20, 32).view(2, 6)  # every token once: nothing to look up yet
+    output = speculative_generate(
+        model, ids, prompt_lookup_num_tokens=3, max_new_tokens=40, return_dict_in_generate=True
+    )
+    handle.remove()
+    assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=40))
+    widths = widths[1:]  # behind the prompt
+    assert widths[0] == 1 and max(widths) == 4 and len(widths) == output.statistics.rounds
+    # A row that has drafts has its columns: no more are verified than there are.
+    assert all(drafted <= 2 * (width - 1) for drafted, width in zip(output.statistics.drafted_per_round, widths))
+
+
 def test_heuristic_schedule_lengthens_and_shortens_the_drafts():
     model, ids = enabled_model("mamba2"), random_ids(2, 5)
     arguments = {"max_new_tokens": 40, "num_assistant_tokens": 2, "return_dict_in_generate": True}

@@ -619,7 +619,7 @@ class _Speculation:
 
         # Draft. Verify: the newest token and the drafts.
         window, available, proposal = self._draft(k, begin, room, unfinished)
-        drafts = window[:, 1:]
+        drafts, k = window[:, 1:], window.shape[1] - 1
         self._show(drafts, begin)
         scores = self._scores(self.target.forward(window))
 
@@ -657,8 +657,9 @@ class _Speculation:
         self, k: int, begin: torch.Tensor, room: torch.Tensor, unfinished: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        The window (b, k + 1): each row's newest token and its drafts; how many (b,) of the drafts there are; and the
-        probabilities (b, k, vocab) that they were drawn from (None when greedy). All on the device.
+        The window: each row's newest token and its drafts, (b, k + 1) or fewer columns; how many (b,) of the drafts
+        there are; and the probabilities (b, drafts, vocab) that they were drawn from (None when greedy). All on the
+        device.
         """
         rows, room = self.rows[:, None], (room - 1)[:, None]
         if self.draft is not None and k > 0:
@@ -674,6 +675,7 @@ class _Speculation:
                 self.lookups[row].drafts(k) if wanted else []
                 for row, wanted in zip(self.rows.tolist(), unfinished.tolist())
             ]
+        k = max(len(tokens) for tokens in found)  # no columns for drafts that no row has
         drafts = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found]).view(len(found), k)
         available = torch.tensor([[len(tokens)] for tokens in found]).minimum(room)
         newest = self.sequences[rows, begin[:, None] - 1]
