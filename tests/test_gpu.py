@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -61,6 +62,43 @@ def test_steps_windows_and_crops(family, buffer_len, backend):
     cache.record_past = False
     for _ in range(18):
         append(1)
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_speculation_of_a_batch(family):
+    """Greedy tokens are those without drafts, for rows that are padded and go on at their own pace."""
+    _, enabled = pair(family, "auto")
+    ids = random_ids(3, 9).cuda()
+    mask = torch.ones_like(ids)
+    mask[1, :5] = mask[2, :2] = 0
+    expected = enabled.generate(ids, attention_mask=mask, max_new_tokens=24, do_sample=False)
+    draft = tiny_model(family, seed=1).cuda()
+    for drafting in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}, {"assistant_model": enabled}):
+        got = hf_replayssm.speculative_generate(enabled, ids, mask, max_new_tokens=24, do_sample=False, **drafting)
+        assert torch.equal(got, expected)
+
+
+def test_speculation_waits_for_the_device_once_a_round():
+    """What the models' forwards do is left out."""
+    _, enabled = pair("bamba", "auto")
+    ids = random_ids(1, 9).cuda()
+    drafting = {"assistant_model": enabled, "max_new_tokens": 24, "return_dict_in_generate": True, "do_sample": False}
+    hf_replayssm.speculative_generate(enabled, ids, **drafting)  # compiles
+    mode = torch.cuda.set_sync_debug_mode
+    handles = [
+        enabled.register_forward_pre_hook(lambda module, args: mode("default")),
+        enabled.register_forward_hook(lambda module, args, output: mode("warn")),
+    ]
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            rounds = hf_replayssm.speculative_generate(enabled, ids, **drafting).statistics.rounds
+    finally:
+        mode("default")
+        for handle in handles:
+            handle.remove()
+    waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    assert len(waits) == rounds > 2
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -43,6 +43,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_replayssm
 from hf_replayssm import ReplayCache, bundled, is_enabled, speculative, speculative_generate
+from hf_replayssm.speculative import PromptLookup
 
 
 NEW_TOKENS = 14
@@ -217,6 +218,21 @@ def test_buffers_are_as_small_as_the_window_needs():
     assert cache.max_window == 5 and cache.stats.buffer_growths == 0
     # Nothing is run again after a crop: the prompt, and a window a round.
     assert cache.stats.forwards == output.statistics.target_forwards == output.statistics.rounds + 1
+
+
+def test_windows_have_no_columns_for_drafts_that_no_row_has():
+    model, widths = enabled_model("bamba"), []
+    handle = model.register_forward_hook(lambda _, args, output: widths.append(output.logits.shape[1]))
+    ids = torch.arange(20, 32).view(2, 6)  # every token once: nothing to look up yet
+    output = speculative_generate(
+        model, ids, prompt_lookup_num_tokens=3, max_new_tokens=40, return_dict_in_generate=True
+    )
+    handle.remove()
+    assert torch.equal(output.sequences, model.generate(ids, max_new_tokens=40))
+    widths = widths[1:]  # behind the prompt
+    assert widths[0] == 1 and max(widths) == 4 and len(widths) == output.statistics.rounds
+    # A row that has drafts has its columns: no more are verified than there are.
+    assert all(drafted <= 2 * (width - 1) for drafted, width in zip(output.statistics.drafted_per_round, widths))
 
 
 def test_heuristic_schedule_lengthens_and_shortens_the_drafts():
@@ -521,16 +537,19 @@ def naive_look_up(tokens: list[int], drafts: int, ngram: int) -> list[int]:
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3])
-def test_look_up_equals_a_search_row_by_row(ngram):
+def test_prompt_lookup_equals_a_search_after_every_round(ngram):
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 4, (300, 12), generator=generator)
-    first = torch.randint(0, 4, (300,), generator=generator)
-    lengths = first + torch.randint(1, 9, (300,), generator=generator)
-    drafts, count = speculative.look_up(ids, first, lengths, 3, ngram)
-    assert set(count.tolist()) == {0, 1, 2, 3}
-    for row in range(len(ids)):
-        expected = naive_look_up(ids[row, first[row] : lengths[row]].tolist(), 3, ngram)
-        assert drafts[row, : count[row]].tolist() == expected
+    counts = set()
+    for row in torch.randint(0, 4, (40, 30), generator=generator).tolist():
+        lookup, end = PromptLookup(ngram), 0
+        while end < len(row):
+            new = int(torch.randint(0, 5, (1,), generator=generator))  # a round may also end with no token of a row
+            lookup.extend(row[end : end + new])
+            end += new
+            expected = naive_look_up(row[:end], 3, ngram)
+            assert lookup.drafts(3) == expected
+            counts.add(len(expected))
+    assert counts == {0, 1, 2, 3}
 
 
 # The bundled models: text with something to accept.

@@ -9,6 +9,9 @@ drafts and one token of the target's own. One round, top to bottom, is `_Specula
     accept      for all rows at once: the drafts up to the first that the target refuses, and the token after them
     roll back   both caches drop each row's rejected columns; the one transfer to the host tells them how many
 
+The tokens of all rows are kept on the host: one small transfer per round takes to the device what the models have not
+seen, one brings back what was found, and between them the host waits for nothing.
+
 Between rounds the target's cache has seen all tokens of a row but the newest, the draft's cache all but the newest two
 (it never saw its own last proposal). So each round adds k + 1 columns to both, and both drop the same number of them.
 """
@@ -16,6 +19,7 @@ Between rounds the target's cache has seen all tokens of a row but the newest, t
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import time
 from dataclasses import dataclass
@@ -37,7 +41,7 @@ from transformers.generation.stopping_criteria import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
-from .cache import RIGHT_PADDING, ReplayCache
+from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
 from .families import FAMILIES, signature, supported_families
 from .integration import is_enabled
 from .positions import upload
@@ -96,9 +100,9 @@ class SpeculationStatistics:
         drafted_per_row: drafts that the target verified. Not counted are those that a row had no room for, and the
             columns of a row for which prompt lookup found fewer drafts than for another.
         accepted_per_row: drafts that are in the output.
-        drafted_per_round, accepted_per_round: the same, over all rows.
+        drafted_per_round, accepted_per_round: the same, over all rows; empty in [`from_generate`].
         target_forwards: of the target, for the prompt too. The batch goes through each together.
-        draft_forwards: of the draft model, for the prompt too; 0 with prompt lookup.
+        draft_forwards: of the draft model, for the prompt too; 0 with prompt lookup; None in [`from_generate`].
         seconds: from the first forward to the last token, prompt included.
     """
 
@@ -109,8 +113,32 @@ class SpeculationStatistics:
     drafted_per_round: tuple[int, ...]
     accepted_per_round: tuple[int, ...]
     target_forwards: int
-    draft_forwards: int
+    draft_forwards: int | None
     seconds: float
+
+    @classmethod
+    def from_generate(cls, stats: ReplayStats, new_tokens: int, seconds: float) -> SpeculationStatistics:
+        """
+        The same of one call of `generate` with drafts, from what its (fresh) cache has counted: each round is one
+        forward, which yields a token of the target's own and the accepted drafts, and a crop of the others.
+
+        Args:
+            stats: `output.cache.stats`, with `return_dict_in_generate=True`.
+            new_tokens: of the one row that `generate` takes with drafts.
+            seconds: of the call.
+        """
+        rounds, accepted = stats.forwards, max(0, new_tokens - stats.forwards)
+        return cls(
+            rounds=rounds,
+            new_tokens_per_row=(new_tokens,),
+            drafted_per_row=(accepted + stats.tokens_cropped,),
+            accepted_per_row=(accepted,),
+            drafted_per_round=(),
+            accepted_per_round=(),
+            target_forwards=rounds,
+            draft_forwards=None,
+            seconds=seconds,
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -118,9 +146,24 @@ class SpeculationStatistics:
         return sum(self.new_tokens_per_row)
 
     @property
+    def drafted(self) -> int:
+        """Verified drafts of all rows."""
+        return sum(self.drafted_per_row)
+
+    @property
+    def accepted(self) -> int:
+        """Accepted drafts of all rows."""
+        return sum(self.accepted_per_row)
+
+    @property
     def acceptance_rate(self) -> float:
         """Accepted drafts per verified one, 0 to 1; 0 if there were none."""
-        return sum(self.accepted_per_row) / max(1, sum(self.drafted_per_row))
+        return self.accepted / max(1, self.drafted)
+
+    @property
+    def mean_accepted(self) -> float:
+        """Accepted drafts per round, of all rows together."""
+        return self.accepted / max(1, self.rounds)
 
     @property
     def forwards_saved(self) -> int:
@@ -131,6 +174,12 @@ class SpeculationStatistics:
     def tokens_per_second(self) -> float:
         """New tokens of all rows per second."""
         return self.new_tokens / self.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields and totals, as JSON can hold them."""
+        totals = ("new_tokens", "drafted", "accepted", "acceptance_rate", "mean_accepted")
+        totals += ("forwards_saved", "tokens_per_second")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}
 
 
 @dataclass
@@ -340,36 +389,40 @@ def _at(tensor: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     return tensor[torch.arange(len(tensor), device=tensor.device), position]
 
 
-def look_up(
-    ids: torch.Tensor, first: torch.Tensor, lengths: torch.Tensor, drafts: int, ngram: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+class PromptLookup:
     """
-    Prompt lookup: what followed in a row's own tokens where they were as its newest tokens are.
+    Prompt lookup in one row: what followed in its own tokens where they were as its newest ones are. It remembers where
+    every run of up to `ngram` tokens ended first, so that a round costs as much as its new tokens, however long the
+    text is.
 
     Args:
-        ids (b, columns) int64: the tokens of a row are at `first` to `lengths` - 1.
-        first, lengths (b,) int64.
-        drafts: tokens to propose, k.
-        ngram: the longest match that is looked for. The longest match counts, of several the earliest (of which most
-            tokens follow).
-
-    Returns:
-        drafts (b, k) int64, and how many of them there are (b,) int64, 0 to k; what is beyond is arbitrary.
+        ngram: the longest match that is looked for.
     """
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    last = (lengths - 1)[:, None]
-    same = (columns >= first[:, None]) & (columns < last)  # candidates for the end of a match
-    matched = torch.zeros_like(ids)
-    for back in range(ngram):
-        # `same` at a column: it and the `back` before it are tokens of the row, and equal to the newest ones.
-        newest = ids.gather(1, (last - back).clamp(min=0))
-        same = same & (F.pad(ids, (back, 0), value=-1)[:, : ids.shape[1]] == newest)
-        same = same & (columns - back >= first[:, None]) & (last - back >= first[:, None])
-        matched += same
-    best = (matched * ids.shape[1] - columns).where(matched > 0, -ids.shape[1]).argmax(1, keepdim=True)
-    following = best + 1 + torch.arange(drafts, device=ids.device)
-    count = (last - best).clamp(max=drafts).where(matched.gather(1, best) > 0, 0)
-    return ids.gather(1, following.clamp(max=ids.shape[1] - 1)), count.squeeze(1)
+
+    def __init__(self, ngram: int):
+        self.ngram = ngram
+        self.tokens: list[int] = []
+        self.behind: dict[tuple[int, ...], int] = {}  # where the tokens behind the earliest such run begin
+
+    def extend(self, tokens: list[int]) -> None:
+        """Takes in the row's next tokens."""
+        for token in tokens:
+            # Runs that end in the newest token are not in yet: it must not be found as its own match.
+            end = len(self.tokens)
+            for size in range(1, min(self.ngram, end) + 1):
+                self.behind.setdefault(tuple(self.tokens[end - size :]), end)
+            self.tokens.append(token)
+
+    def drafts(self, count: int) -> list[int]:
+        """
+        Up to `count` tokens, as many as there are. The longest match counts; of several the earliest, of which most
+        tokens follow.
+        """
+        for size in range(min(self.ngram, len(self.tokens)), 0, -1):
+            begin = self.behind.get(tuple(self.tokens[-size:]))
+            if begin is not None:
+                return self.tokens[begin : begin + count]
+        return []
 
 
 # Models with their caches.
@@ -423,8 +476,8 @@ class _AttentionDecoder(_ReplayDecoder):
     def __init__(self, model: PreTrainedModel, device: torch.device):
         # Without a config every layer keeps all columns. The model masks what a sliding window does not see.
         super().__init__(model, DynamicCache(), device)
-        self.mask: torch.Tensor | None = None  # (b, columns) int64, on the model's device: which columns are tokens
-        self.padded = False  # whether any is not
+        self.columns = 0
+        self.mask: torch.Tensor | None = None  # (b, columns) int64, on the model's device: which are tokens; None: all
         self.holes: torch.Tensor | None = None  # (b,) CPU: columns on the left that are there for longer rows
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -432,33 +485,41 @@ class _AttentionDecoder(_ReplayDecoder):
         pass  # keys and values are all kept
 
     def _inputs(self, shape: torch.Size, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        new = torch.ones(shape, dtype=torch.long) if mask is None else mask.long()
-        self.padded = self.padded or not bool(new.all())
-        new = upload(new, self.model.device)
-        if self.mask is None:
-            self.mask, self.holes = new[:, :0], torch.zeros(len(new), dtype=torch.long)
-        self.mask = torch.cat([self.mask, new], dim=1)
+        if self.holes is None:
+            self.holes = torch.zeros(shape[0], dtype=torch.long)
+        if self.mask is None and mask is not None and not bool(mask.all()):
+            self.mask = self._all_tokens(self.columns)
+        self.columns += shape[1]
         # Without padding no mask is given: transformers would wait for the device to see whether it is all ones.
-        inputs = {"attention_mask": self.mask} if self.padded else {}
+        if self.mask is None:
+            return {}
+        new = self._all_tokens(shape[1]) if mask is None else upload(mask.long(), self.model.device)
+        self.mask = torch.cat([self.mask, new], dim=1)
+        inputs = {"attention_mask": self.mask}
         if self._takes_positions:
             inputs["position_ids"] = (self.mask.cumsum(1) - 1).clamp(min=0)[:, -shape[1] :]
         return inputs
 
+    def _all_tokens(self, columns: int) -> torch.Tensor:
+        return torch.ones((len(self.holes), columns), dtype=torch.long, device=self.model.device)
+
     def crop(self, counts: torch.Tensor) -> None:
-        end = self.mask.shape[1] + counts
+        end = self.columns + counts
         lengths = end - self.holes
-        columns = int(lengths.max())
+        self.columns = columns = int(lengths.max())
         self.holes = columns - lengths
-        self.padded = self.padded or bool(self.holes.any())
         shift = end - columns
         if not bool(shift.any()):  # all rows end alike (one row always does): nothing moves
-            self.mask = self.mask[:, :columns]
+            self.mask = None if self.mask is None else self.mask[:, :columns]
             for layer in self._layers():
                 layer.keys, layer.values = layer.keys[..., :columns, :], layer.values[..., :columns, :]
             return
-        source = torch.arange(columns, device=self.mask.device) + upload(shift, self.mask.device)[:, None]
+        source = torch.arange(columns) + shift[:, None]
+        source = upload(source, self.model.device)
         there, source = source >= 0, source.clamp(min=0)  # (b, columns)
-        self.mask = self.mask.gather(1, source).where(there, 0)
+        # What one row takes back may be there for another: every column up to the end of the forward counts here.
+        mask = self._all_tokens(int(end.max())) if self.mask is None else self.mask
+        self.mask = mask.gather(1, source).where(there, 0)
         source = source[:, None, :, None]
         for layer in self._layers():
             layer.keys, layer.values = (
@@ -471,7 +532,7 @@ class _AttentionDecoder(_ReplayDecoder):
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.holes = self.holes[index]
-        self.mask = self.mask[upload(index, self.mask.device)]
+        self.mask = None if self.mask is None else self.mask[upload(index, self.mask.device)]
         self.cache.batch_select_indices(index)
 
 
@@ -487,8 +548,8 @@ def _draft_decoder(model: PreTrainedModel, drafts: int, device: torch.device) ->
 
 class _Speculation:
     """
-    The state of one call. `sequences` (B, max_length + 1) holds all rows of the output; `rows` are those that the
-    caches hold, by which tensors of a round, (b, ...), are ordered. Counts for the host's decisions are on the CPU.
+    The state of one call. Tokens and counts are on the CPU: `sequences` (B, max_length + 1) holds all rows of the
+    output, `rows` says which of them the caches hold; by these the tensors of a round, (b, ...), are ordered.
     """
 
     def __init__(
@@ -506,14 +567,20 @@ class _Speculation:
     ):
         self.target, self.draft, self.config = target, draft, config
         self.drafts, self.processors, self.criteria, self.streamer = drafts, processors, criteria, streamer
-        self.ngram = config.max_matching_ngram_size or MAX_MATCHING_NGRAM_SIZE
         self.memoryless = all(type(processor) in MEMORYLESS for processor in processors)
         self.rows_may_leave = rows_may_leave
         self.device, self.mask = ids.device, mask
         batch, self.prompt = ids.shape
         # The last column takes drafts that have no room, so that a window has the same width for every row.
-        self.sequences = F.pad(ids, (0, config.max_length + 1 - self.prompt))
-        self.first = torch.zeros(batch, dtype=torch.long) if mask is None else mask.long().argmax(1)
+        self.sequences = F.pad(ids.cpu(), (0, config.max_length + 1 - self.prompt))
+        # Processors and criteria of the caller's choice look at tokens on the device. The loop itself does not.
+        self.mirror = None if self.memoryless and not criteria else upload(self.sequences, self.device)
+        self.end_tokens = None if config._eos_token_tensor is None else config._eos_token_tensor.cpu()
+        first = torch.zeros(batch, dtype=torch.long) if mask is None else mask.long().argmax(1)
+        self.lookups = [PromptLookup(config.max_matching_ngram_size or MAX_MATCHING_NGRAM_SIZE) for _ in range(batch)]
+        if draft is None:
+            for lookup, tokens, begin in zip(self.lookups, self.sequences[:, : self.prompt].tolist(), first.tolist()):
+                lookup.extend(tokens[begin:])
         self.lengths = torch.full((batch,), self.prompt)  # tokens of each row, left padding included
         self.finished = torch.zeros(batch, dtype=torch.bool)
         self._set_rows(torch.arange(batch))
@@ -524,7 +591,7 @@ class _Speculation:
     def run(self) -> tuple[torch.Tensor, SpeculationStatistics]:
         begin = time.perf_counter()
         if self.streamer is not None:
-            self.streamer.put(self.sequences[:, : self.prompt].cpu())
+            self.streamer.put(self.sequences[:, : self.prompt])
         self._prefill(self.target, self.prompt - 1)
         if self.draft is not None:
             self._prefill(self.draft, self.prompt - 2)
@@ -540,22 +607,20 @@ class _Speculation:
         seen = decoder.cache.get_seq_length()
         if columns > seen:
             mask = None if self.mask is None else self.mask[:, seen:columns]
-            decoder.prefill(self.sequences[:, seen:columns], mask, self.config.prefill_chunk_size)
+            ids = upload(self.sequences[:, seen:columns], self.device)
+            decoder.prefill(ids, mask, self.config.prefill_chunk_size)
         decoder.start_recording()
 
     def _round(self) -> None:
-        room = (self.config.max_length - self.lengths)[self.rows]
+        begin = self.lengths[self.rows]  # (b,) where each row's next token goes
+        room = self.config.max_length - begin
         unfinished = ~self.finished[self.rows]
         k = min(self.drafts, int(room[unfinished].max()) - 1)
-        self.position = upload(self.lengths[self.rows], self.device)  # (b,) where each row's next token goes
 
-        # Draft.
-        drafts, proposal, available = self._draft(k)
-        self._write(drafts)
-        available = available.minimum(upload(room - 1, self.device))
-
-        # Verify: the newest token and the drafts.
-        window = self._tokens(-1, k)
+        # Draft. Verify: the newest token and the drafts.
+        window, available, proposal = self._draft(k, begin, room, unfinished)
+        drafts, k = window[:, 1:], window.shape[1] - 1
+        self._show(drafts, begin)
         scores = self._scores(self.target.forward(window))
 
         # Accept.
@@ -563,13 +628,14 @@ class _Speculation:
             accepted, token = accept_sampled(scores.softmax(-1), proposal, drafts, available)
         else:
             accepted, token = accept_greedy(scores, drafts, available)
-        tokens = F.pad(drafts, (0, 1)).scatter(1, accepted[:, None], token[:, None])  # (b, k + 1)
-        self._write(tokens)
+        # The one transfer to the host.
+        found = torch.cat([available[:, None], accepted[:, None], token[:, None], drafts], dim=1).cpu()
+        available, accepted, drafts = found[:, 0], found[:, 1], found[:, 3:]
+        tokens = F.pad(drafts, (0, 1)).scatter(1, accepted[:, None], found[:, 2:3])  # (b, k + 1)
+        self.sequences[self.rows[:, None], self._columns(begin, k + 1)] = tokens
+        self._show(tokens, begin)
         kept, ended = self._until_end_token(tokens, accepted)
-        # The one transfer of the round.
-        kept, ended, accepted, available = torch.stack([kept, ended, accepted, available]).cpu()
         kept, accepted, available = (x.where(unfinished, 0) for x in (kept, accepted, available))
-        ended = ended.bool()
         if self.criteria:
             kept, stopped = self._until_criterion(kept)
             ended = ended | stopped
@@ -581,30 +647,51 @@ class _Speculation:
             self.draft.crop(rejected)
 
         if self.streamer is not None:
-            self.streamer.put(self._tokens(0, int(kept)).squeeze(0).cpu())
+            self.streamer.put(tokens[0, : int(kept)])
+        if self.draft is None:
+            for row, new, count in zip(self.rows.tolist(), tokens.tolist(), kept.tolist()):
+                self.lookups[row].extend(new[:count])
         self._advance(kept, ended, accepted.minimum(kept), available)
 
-    def _draft(self, k: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    def _draft(
+        self, k: int, begin: torch.Tensor, room: torch.Tensor, unfinished: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
-        Drafts (b, k), the probabilities (b, k, vocab) that they were drawn from (None when greedy), and how many of
-        them there are (b,).
+        The window: each row's newest token and its drafts, (b, k + 1) or fewer columns; how many (b,) of the drafts
+        there are; and the probabilities (b, drafts, vocab) that they were drawn from (None when greedy). All on the
+        device.
         """
+        rows, room = self.rows[:, None], (room - 1)[:, None]
         if self.draft is not None and k > 0:
-            return self._draft_by_model(k)
-        # (With a draft model too, where only one more token fits: a lookup of no drafts has the shapes for it.)
-        ids = self.sequences[self.rows_on_device, : int(self.lengths.max())]
-        first = upload(self.first[self.rows], self.device)
-        drafts, available = look_up(ids, first, self.position, k, self.ngram)
-        # A lookup proposes its token for certain.
-        vocab = self.target.model.config.get_text_config(decoder=True).vocab_size
-        return drafts, F.one_hot(drafts, vocab).float() if self.config.do_sample else None, available
+            # The newest two tokens are new to the draft model. Of the first round's, one may be padding, or not there.
+            new = min(2, int(self.lengths.min()))
+            ids = self.sequences[rows, begin[:, None] + torch.arange(-new, 0)]
+            given = upload(torch.cat([room.clamp(max=k), ids], dim=1), self.device)
+            drafts, proposal = self._draft_by_model(k, given[:, 1:], begin)
+            return torch.cat([given[:, -1:], drafts], dim=1), given[:, 0], proposal
+        found = [[] for _ in self.rows]
+        if self.draft is None:
+            found = [
+                self.lookups[row].drafts(k) if wanted else []
+                for row, wanted in zip(self.rows.tolist(), unfinished.tolist())
+            ]
+        k = max(len(tokens) for tokens in found)  # no columns for drafts that no row has
+        drafts = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found]).view(len(found), k)
+        available = torch.tensor([[len(tokens)] for tokens in found]).minimum(room)
+        newest = self.sequences[rows, begin[:, None] - 1]
+        given = upload(torch.cat([available, newest, drafts.long()], dim=1), self.device)
+        proposal = None
+        if self.config.do_sample:  # a lookup proposes its token for certain
+            vocab = self.target.model.config.get_text_config(decoder=True).vocab_size
+            proposal = F.one_hot(given[:, 2:], vocab).float()
+        return given[:, 1:], given[:, 0], proposal
 
-    def _draft_by_model(self, k: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        # The newest two tokens are new to the draft model. Of the first round's, one may be padding, or not be there.
-        new = min(2, int(self.lengths.min()))
+    def _draft_by_model(
+        self, k: int, ids: torch.Tensor, begin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Drafts (b, k) behind the tokens `ids` (b, 1 or 2), and the probabilities (b, k, vocab) or None."""
         first_round = not self.drafted_per_round
-        mask = self.mask[:, -new:] if first_round and self.mask is not None else None
-        ids = self._tokens(-new, 0)
+        mask = self.mask[:, -ids.shape[1] :] if first_round and self.mask is not None else None
         drafts, proposals = [], []
         for number in range(k):
             scores = self._scores(self.draft.forward(ids, mask, last_only=True), number)[:, 0]
@@ -614,25 +701,28 @@ class _Speculation:
             else:
                 drafts.append(scores.argmax(-1))
             ids, mask = drafts[-1][:, None], None
-            self._write(ids, number)
+            self._show(ids, begin + number)
         proposal = torch.stack(proposals, 1) if self.config.do_sample else None
-        return torch.stack(drafts, 1), proposal, torch.full_like(self.position, k)
+        return torch.stack(drafts, 1), proposal
 
     def _scores(self, logits: torch.Tensor, drafted: int = 0) -> torch.Tensor:
         """
         What `generate` takes the best of, or samples from: logits (b, t, vocab) after its processors. Position i of a
         row comes after its tokens and its first `drafted + i` drafts.
         """
+        if not self.processors:
+            return logits
         if self.memoryless:
             flat = logits.flatten(0, 1)
-            return self.processors(self.sequences.new_empty((len(flat), 0)), flat).view_as(logits)
+            no_tokens = torch.empty((len(flat), 0), dtype=torch.long, device=self.device)
+            return self.processors(no_tokens, flat).view_as(logits)
         # Processors take rows of one length, as they are in `generate`.
         scores = logits.clone()
         before = self.lengths[self.rows, None] + drafted + torch.arange(logits.shape[1])
         before = before.where(~self.finished[self.rows, None], self.config.max_length)
         for length in before[before < self.config.max_length].unique().tolist():
             row, position = upload((before == length).nonzero(), self.device).unbind(1)
-            ids, processors = self.sequences[self.rows_on_device[row], :length], self._processors_of(row)
+            ids, processors = self.mirror[self.rows_on_device[row], :length], self._processors_of(row)
             scores[row, position] = processors(ids, logits[row, position])
         return scores
 
@@ -651,12 +741,11 @@ class _Speculation:
 
     def _until_end_token(self, tokens: torch.Tensor, accepted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many (b,) of the accepted tokens and the one after them go into the output, and which rows end there."""
-        taken = torch.arange(tokens.shape[1], device=self.device) <= accepted[:, None]
-        if self.config._eos_token_tensor is None:
-            return taken.sum(1), torch.zeros_like(accepted)
-        ends = taken & torch.isin(tokens, self.config._eos_token_tensor.to(self.device))
-        ended_before = ends.long().cumsum(1) - ends.long() > 0
-        return (taken & ~ended_before).sum(1), ends.any(1).long()
+        if self.end_tokens is None:
+            return accepted + 1, torch.zeros_like(accepted, dtype=torch.bool)
+        ends = torch.isin(tokens, self.end_tokens) & (torch.arange(tokens.shape[1]) <= accepted[:, None])
+        ended = ends.any(1)
+        return (ends.long().argmax(1) + 1).where(ended, accepted + 1), ended
 
     def _until_criterion(self, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The same for the caller's criteria, which are asked as in `generate`: token after token."""
@@ -665,7 +754,7 @@ class _Speculation:
         for length in range(int(begin.min()) + 1, int((begin + kept).max()) + 1):
             asked = ((begin < length) & (length <= begin + kept)).nonzero().squeeze(1)
             if len(asked) > 0:
-                ids = self.sequences[upload(self.rows[asked], self.device), :length]
+                ids = self.mirror[upload(self.rows[asked], self.device), :length]
                 ending = asked[StoppingCriteriaList(self.criteria)(ids, None).cpu()]
                 kept[ending], stopped[ending] = length - begin[ending], True
         return kept, stopped
@@ -697,25 +786,25 @@ class _Speculation:
     # Rows and columns.
 
     def _set_rows(self, rows: torch.Tensor) -> None:
-        self.rows, self.rows_on_device = rows, upload(rows, self.device)
+        self.rows = rows
+        self.rows_on_device = None if self.mirror is None else upload(rows, self.device)
 
-    def _columns(self, start: int, stop: int) -> torch.Tensor:
-        """(b, stop - start): columns relative to where each row's next token goes."""
-        offsets = torch.arange(start, stop, device=self.device)
-        return (self.position[:, None] + offsets).clamp(max=self.sequences.shape[1] - 1)
+    def _columns(self, begin: torch.Tensor, count: int) -> torch.Tensor:
+        """(b, count) of `sequences`, from each row's `begin` (b,) on."""
+        return (begin[:, None] + torch.arange(count)).clamp(max=self.sequences.shape[1] - 1)
 
-    def _tokens(self, start: int, stop: int) -> torch.Tensor:
-        return self.sequences[self.rows_on_device[:, None], self._columns(start, stop)]
-
-    def _write(self, tokens: torch.Tensor, start: int = 0) -> None:
-        self.sequences[self.rows_on_device[:, None], self._columns(start, start + tokens.shape[1])] = tokens
+    def _show(self, tokens: torch.Tensor, begin: torch.Tensor) -> None:
+        """Puts tokens (b, t) from each row's `begin` on where processors and criteria see them, if there are any."""
+        if self.mirror is not None:
+            columns = upload(self._columns(begin, tokens.shape[1]), self.device)
+            self.mirror[self.rows_on_device[:, None], columns] = tokens.to(self.device)
 
     def _padded(self) -> torch.Tensor:
         """The output: what drafts have left behind a row's end becomes padding."""
         columns = int(self.lengths.max())
         padding = torch.arange(columns) >= self.lengths[:, None]
         pad = self.config._pad_token_tensor
-        return self.sequences[:, :columns].masked_fill(upload(padding, self.device), 0 if pad is None else int(pad))
+        return self.sequences[:, :columns].masked_fill(padding, 0 if pad is None else int(pad))
 
     def _statistics(self, seconds: float) -> SpeculationStatistics:
         return SpeculationStatistics(

@@ -9,7 +9,8 @@ import sys
 
 import pytest
 import torch
-from tiny_text import TEXTS, save_tiny
+from tiny_models import tiny_model
+from tiny_text import TEXTS, save_tiny, tiny_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from typer.testing import CliRunner
 
@@ -181,9 +182,39 @@ def test_every_cache_and_draft_gives_the_same_greedy_text(run):
         values = only_json(run("generate", "The state is the state is", "-n", 24, *arguments, "--json", "-").stdout)
         texts[name] = values["text"]
         assert values["new_tokens"] == 24
-        if name in ("bundled draft", "prompt lookup"):
-            assert values["cache_stats"]["crops"] > 0
+        assert (values["speculation"] is not None) == (name in ("bundled draft", "prompt lookup"))
+        if values["speculation"] is not None:
+            assert values["cache_stats"]["crops"] == values["speculation"]["rounds"] > 0
     assert set(texts.values()) == {texts["replay"]}
+
+
+def test_stats_of_speculation(run):
+    arguments = ("generate", "The state is the state is", "-n", 24, "--prompt-lookup", 3, "--stats", "--json", "-")
+    result = run(*arguments)
+    values = only_json(result.stdout)
+    speculation, stats = values["speculation"], values["cache_stats"]
+    assert speculation["new_tokens"] == values["new_tokens"] == 24
+    assert speculation["target_forwards"] == stats["forwards"] == 24 - speculation["forwards_saved"]
+    assert 24 - speculation["rounds"] <= speculation["accepted"] <= speculation["drafted"] <= 3 * speculation["rounds"]
+    assert speculation["mean_accepted"] == pytest.approx(sum(speculation["accepted_per_round"]) / speculation["rounds"])
+    said = " ".join(result.stderr.split())
+    assert f"rounds {speculation['rounds']} " in said and f"{speculation['mean_accepted']:.2f} per round" in said
+    assert f"{speculation['accepted']} of {speculation['drafted']} (" in said and "tokens/s" in said
+    assert f"{speculation['forwards_saved']} fewer than without drafts" in said
+
+
+def test_a_draft_with_another_tokenizer(run, tmp_path):
+    """Only generate's own loop serves it; its cache tells the same of it."""
+    tiny_model("bamba", vocab_size=280, num_hidden_layers=2, seed=0).save_pretrained(tmp_path / "draft")
+    tiny_tokenizer(vocab_size=280).save_pretrained(tmp_path / "draft")
+    arguments = ("generate", "The state is the state is", "-n", 16, "--json", "-")
+    values = only_json(run(*arguments, "--assistant", tmp_path / "draft").stdout)
+    assert values["text"] == only_json(run(*arguments).stdout)["text"]
+    speculation, stats = values["speculation"], values["cache_stats"]
+    assert speculation["rounds"] == speculation["target_forwards"] == stats["forwards"]
+    assert speculation["new_tokens"] == 16 == speculation["rounds"] + speculation["accepted"]
+    assert speculation["drafted"] - speculation["accepted"] == stats["tokens_cropped"]
+    assert speculation["draft_forwards"] is None and speculation["accepted_per_round"] == []
 
 
 def test_sampling_is_repeatable(run):

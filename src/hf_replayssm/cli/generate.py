@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from pathlib import Path
@@ -34,7 +35,10 @@ def generate(
         typer.Option("--prompt-lookup", min=1, help="Draft this many tokens by looking them up in the text."),
     ] = None,
     stats: Annotated[
-        bool, typer.Option("--stats", help="Time and the cache's own counters, on standard error.")
+        bool,
+        typer.Option(
+            "--stats", help="Time, rounds and acceptance of drafts, and the cache's counters, on standard error."
+        ),
     ] = False,
     buffer_len: common.BufferLenOption = None,
     checkpoint_dtype: common.CheckpointDtypeOption = None,
@@ -62,6 +66,7 @@ def generate(
     from transformers import TextStreamer
 
     import hf_replayssm
+    from hf_replayssm.speculative import SpeculationStatistics
 
     loaded, tokenizer = common.load_model(model, dtype=dtype, device=device, device_map=device_map)
     inputs = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
@@ -77,20 +82,27 @@ def generate(
         options["cache_implementation"] = "replayssm"
     else:
         options["cache_implementation"] = "dynamic"
+    run, batched = loaded.generate, prompt_lookup is not None
     if assistant is not None:
-        options |= _draft(assistant, dtype, loaded, tokenizer)
+        draft, batched = _draft(assistant, dtype, loaded, tokenizer)
+        options |= draft
     if prompt_lookup is not None:
         options["prompt_lookup_num_tokens"] = prompt_lookup
     if not quiet and json != "-":
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     if seed is not None:
         torch.manual_seed(seed)
+    if batched:  # the loop of this package costs less per round than that of generate
+        run = functools.partial(hf_replayssm.speculative_generate, loaded)
     began = time.perf_counter()
-    output = loaded.generate(**inputs, **options)
+    output = run(**inputs, **options)
     seconds = time.perf_counter() - began
 
     new = output.sequences[0, inputs["input_ids"].shape[1] :]
     cache_stats = getattr(getattr(output, "cache", None), "stats", None)
+    speculation = getattr(output, "statistics", None)
+    if speculation is None and assistant is not None:
+        speculation = SpeculationStatistics.from_generate(cache_stats, len(new), seconds)
     result = {
         "model": model,
         "cache": cache.value,
@@ -103,6 +115,7 @@ def generate(
         "do_sample": options["do_sample"],
         "assistant": assistant,
         "prompt_lookup": prompt_lookup,
+        "speculation": None if speculation is None else speculation.to_dict(),
         "cache_stats": cache_stats.to_dict() if cache_stats is not None else None,
     }
     if stats:
@@ -137,8 +150,11 @@ def _sampling(temperature: float | None, top_p: float | None, top_k: int | None)
     return {"do_sample": bool(given), **given}
 
 
-def _draft(name: str, dtype: str | None, target: Any, tokenizer: Any) -> dict[str, Any]:
-    """What `generate` needs for assisted generation. It enables a draft that has a recurrent state by itself."""
+def _draft(name: str, dtype: str | None, target: Any, tokenizer: Any) -> tuple[dict[str, Any], bool]:
+    """
+    The arguments for a draft model, which is enabled by them if it has a recurrent state, and whether
+    `speculative_generate` serves it: with another vocabulary only `generate` does.
+    """
     from hf_replayssm import bundled
 
     path = str(bundled.draft_path()) if name == common.BUNDLED else name
@@ -147,8 +163,9 @@ def _draft(name: str, dtype: str | None, target: Any, tokenizer: Any) -> dict[st
     draft, draft_tokenizer = common.load_model(path, dtype=dtype, device=str(target.device))
     options = {"assistant_model": draft}
     if draft_tokenizer.get_vocab() != tokenizer.get_vocab():
-        options |= {"tokenizer": tokenizer, "assistant_tokenizer": draft_tokenizer}
-    return options
+        return options | {"tokenizer": tokenizer, "assistant_tokenizer": draft_tokenizer}, False
+    sizes = [model.config.get_text_config(decoder=True).vocab_size for model in (draft, target)]
+    return options, sizes[0] == sizes[1]
 
 
 def _print_stats(result: dict[str, Any]) -> None:
@@ -157,4 +174,19 @@ def _print_stats(result: dict[str, Any]) -> None:
         ("new tokens", common.count(result["new_tokens"])),
         ("time", f"{result['seconds']:.2f} s, {result['tokens_per_second']:,.1f} tokens/s"),
     ]
+    speculation = result["speculation"]
+    if speculation is not None:
+        rows += [
+            ("rounds", f"{common.count(speculation['rounds'])} (draft, verify in one forward, accept)"),
+            (
+                "drafts accepted",
+                f"{common.count(speculation['accepted'])} of {common.count(speculation['drafted'])} "
+                f"({speculation['acceptance_rate']:.0%}), {speculation['mean_accepted']:.2f} per round",
+            ),
+            (
+                "forwards of the model",
+                f"{common.count(speculation['target_forwards'])}, {speculation['forwards_saved']:,} fewer than without "
+                "drafts",
+            ),
+        ]
     common.print_rows(common.console(stderr=True), rows + common.stats_rows(result["cache_stats"] or {}))
