@@ -11,16 +11,19 @@ from .config import ReplayConfig
 from .integration import disable, enable, is_enabled
 from .layers import CropError
 from .speculative import SpeculationStatistics, SpeculativeOutput, speculative_generate
+from .static import CacheFullError, StaticReplayCache
 from .versions import __version__
 
 
 __all__ = [
+    "CacheFullError",
     "CropError",
     "ReplayCache",
     "ReplayConfig",
     "ReplayStats",
     "SpeculationStatistics",
     "SpeculativeOutput",
+    "StaticReplayCache",
     "__version__",
     "disable",
     "enable",
