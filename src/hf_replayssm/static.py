@@ -492,7 +492,8 @@ class StaticReplayCache(ReplayCache):
         for layer in self.layers:
             if isinstance(layer, StaticAttentionLayer):
                 layer.cache = self
-        self._layout: tuple[int, ...] | None = None
+        self.layout = 0  # counts the times that tensors were allocated
+        self.graphs = None  # of captured forwards, see `capture.py`
 
     def _make_layers(self, text_config: Any) -> list[Any]:
         layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
@@ -572,8 +573,16 @@ class StaticReplayCache(ReplayCache):
         self.mark_static()
 
     @property
+    def has_attention(self) -> bool:
+        return any(isinstance(layer, StaticAttentionLayer) for layer in self.layers)
+
+    @property
     def is_allocated(self) -> bool:
         return self._batch is not None
+
+    @property
+    def is_laid_out_for_recording(self) -> bool:
+        return self.capacity > self.replay_config.buffer_len
 
     def static_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Everything that has an address, by name; (batch, ...) in the layers, (..., batch) in the positions."""
@@ -594,6 +603,7 @@ class StaticReplayCache(ReplayCache):
             torch._dynamo.mark_static_address(tensor)
         for layer in self.replay_layers:
             torch._dynamo.mark_static_address(layer.A)
+        self.layout += 1
 
     def _enlarge(self) -> None:
         """
@@ -722,8 +732,7 @@ class StaticReplayCache(ReplayCache):
 
     def _refuse_overflow(self, numbers: torch.Tensor) -> None:
         """On the CPU, where reading costs nothing; elsewhere the index out of range is the device's to find."""
-        has_attention = any(isinstance(layer, StaticAttentionLayer) for layer in self.layers)
-        if not has_attention or numbers.device.type != "cpu" or torch.compiler.is_compiling():
+        if not self.has_attention or numbers.device.type != "cpu" or torch.compiler.is_compiling():
             return
         room = self.key_slots - self.front_slots
         if int(numbers.max()) >= room:
@@ -885,7 +894,8 @@ class StaticReplayCache(ReplayCache):
         for layer in self.layers:
             if isinstance(layer, (StaticReplayLayer, StaticAttentionLayer)):
                 layer.set_static_tensors({name: pick(tensor, 0) for name, tensor in layer.static_tensors().items()})
-        self.mark_static()
+        if not in_place:
+            self.mark_static()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._batch is not None:
@@ -895,7 +905,7 @@ class StaticReplayCache(ReplayCache):
 
     def __getstate__(self) -> dict[str, Any]:
         # Graphs are of this cache's addresses.
-        return {name: value for name, value in self.__dict__.items() if name != "graphs"}
+        return self.__dict__ | {"graphs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

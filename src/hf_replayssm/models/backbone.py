@@ -19,7 +19,7 @@ from ..families import Signature
 from ..layers import attention_part
 from ..ops import backend
 from ..positions import upload
-from ..static import StaticAttentionLayer, StaticForward, StaticReplayCache
+from ..static import StaticForward, StaticReplayCache
 from .mamba2 import ReplayMamba2Mixer
 from .replaced import ReplacedClass
 
@@ -164,17 +164,12 @@ class ReplayBackbone(ReplacedClass):
                 "A static replay cache has no memory before its first forward, and a compiled forward cannot lay it "
                 "out. Run the first one (the prefill) without `torch.compile`, or call `cache.allocate(...)` before."
             )
-        kind = inputs.device.type
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        else:
-            dtype = inputs.dtype if inputs.is_floating_point() else self.dtype
         devices = {}
         for module in self.modules():
             if isinstance(module, ReplayMamba2Mixer):
                 device = module.A_log.device
                 devices[module.layer_idx] = inputs.device if device.type == "meta" else device
-        cache.allocate(inputs.shape[0], dtype, devices, key_shape)
+        cache.allocate(inputs.shape[0], activation_dtype(self), devices, key_shape)
 
     def _fill_in_static(self, cache: StaticReplayCache, arguments: dict[str, Any], inputs: torch.Tensor) -> None:
         """
@@ -185,7 +180,7 @@ class ReplayBackbone(ReplacedClass):
         if "position_ids" in self._forward_parameters and arguments.get("position_ids") is None:
             arguments["position_ids"] = forward.numbers.clamp(min=0).to(inputs.device)
         arguments["attention_mask"] = None
-        if any(isinstance(layer, StaticAttentionLayer) for layer in cache.layers):
+        if cache.has_attention:
             mask = self._static_mask(cache, forward, inputs)
             arguments["attention_mask"] = {"full_attention": mask, "linear_attention": None}
 
@@ -237,6 +232,12 @@ class ReplayBackbone(ReplacedClass):
             use_vmap=False,
             device=device,
         )
+
+
+def activation_dtype(model: Any) -> torch.dtype:
+    """The dtype that leaves the model's projections."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tensor | None:

@@ -92,8 +92,11 @@ class ReplayMamba2Mixer(ReplacedClass):
                 A,
                 B,
                 C,
-                # No larger than needed: the scan of the PyTorch path pads to whole chunks.
-                chunk_size=min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
+                # No larger than needed: the scan of the PyTorch path pads to whole chunks. (Compiled, the number of
+                # tokens may stand for any.)
+                chunk_size=self.chunk_size
+                if torch.compiler.is_compiling()
+                else min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
                 D=self.D,
                 initial_states=layer.state_before_scan(x, B, A, segment),
                 return_final_states=True,
