@@ -153,6 +153,32 @@ _kept: weakref.WeakKeyDictionary[torch.nn.Module, StaticReplayCache] = weakref.W
 _lent: weakref.WeakKeyDictionary[torch.nn.Module, list[StaticReplayCache]] = weakref.WeakKeyDictionary()
 
 
+def lend_static_cache(
+    model: PreTrainedModel, settings: ReplayConfig, rows: int, length: int, recording: bool
+) -> StaticReplayCache:
+    """The static cache of the model's last call, emptied, if a call like this can use it; else a new one."""
+    cache = _kept.pop(model, None)
+    if (
+        cache is not None
+        and cache.replay_config == settings
+        and cache.batch_size == rows
+        and cache.max_cache_len >= length
+        and cache.is_laid_out_for_recording == recording
+        and cache.replay_layers[0].device == model.device
+        and cache.replay_layers[0].dtype == activation_dtype(model)
+    ):
+        cache.reset()
+        return cache
+    del cache  # its memory goes before the new one's is taken
+    return StaticReplayCache(config=model.config, max_cache_len=length, replay_config=settings)
+
+
+def keep_static_cache(model: PreTrainedModel, cache: StaticReplayCache) -> None:
+    """Keeps a cache that nobody else has for the model's next call."""
+    if cache.is_allocated:
+        _kept[model] = cache
+
+
 class ReplayGeneration(ReplacedClass):
     """Goes in front of the class of a model that generates. The names are hooks of transformers' `GenerationMixin`."""
 
@@ -241,7 +267,8 @@ class ReplayGeneration(ReplacedClass):
             if generation_config.cache_implementation == "replayssm_static":
                 rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
                 length = max(max_cache_length, generation_config.max_cache_len or 1)
-                cache = self._lend_static_cache(settings, rows, length, assisted)
+                cache = lend_static_cache(self, settings, rows, length, recording=assisted)
+                _lent.setdefault(self, []).append(cache)
             else:
                 cache = ReplayCache(config=self.config, replay_config=settings)
             model_kwargs["cache"] = cache
@@ -269,27 +296,6 @@ class ReplayGeneration(ReplacedClass):
 
     # The static variant.
 
-    def _lend_static_cache(
-        self, settings: ReplayConfig, rows: int, length: int, recording: bool
-    ) -> StaticReplayCache:
-        """The cache of the last call, emptied, if this one can use it; else a new one."""
-        cache = _kept.pop(self, None)
-        if (
-            cache is not None
-            and cache.replay_config == settings
-            and cache.batch_size == rows
-            and cache.max_cache_len >= length
-            and cache.is_laid_out_for_recording == recording
-            and cache.replay_layers[0].device == self.device
-            and cache.replay_layers[0].dtype == activation_dtype(self)
-        ):
-            cache.reset()
-        else:
-            cache = None  # its memory goes before the new one's is taken
-            cache = StaticReplayCache(config=self.config, max_cache_len=length, replay_config=settings)
-        _lent.setdefault(self, []).append(cache)
-        return cache
-
     def generate(self, *args, **kwargs):
         # Only to keep the static cache that the call was lent, unless its caller has got it.
         lent = _lent.setdefault(self, [])
@@ -297,8 +303,8 @@ class ReplayGeneration(ReplacedClass):
         try:
             output = super().generate(*args, **kwargs)
             if len(lent) > before and kwargs.get("custom_generate") is None:
-                if getattr(output, "cache", None) is not lent[before] and lent[before].is_allocated:
-                    _kept[self] = lent[before]
+                if getattr(output, "cache", None) is not lent[before]:
+                    keep_static_cache(self, lent[before])
             return output
         finally:
             del lent[before:]
@@ -345,6 +351,9 @@ class ReplayGeneration(ReplacedClass):
                     "cache can take back. Set a larger `max_window`, fewer drafts, or use "
                     "`cache_implementation='replayssm'`."
                 )
+        position_ids = kwargs.get("position_ids")
+        if position_ids is not None:  # a slice of a chunk has strides that a compiled forward would be bound to
+            kwargs["position_ids"] = position_ids.clone(memory_format=torch.contiguous_format)
         if not cache.is_allocated:
             # Before the first forward, which is a compiled one with `prefill_chunk_size`.
             embeds = kwargs.get("inputs_embeds") if first_round else None
