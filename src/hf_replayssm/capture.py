@@ -62,15 +62,14 @@ class CudaGraphs:
         return replay
 
 
-def recorder_for(device: torch.device) -> Recorder | None:
-    """What records on `device`; None where nothing does."""
-    return CudaGraphs(device) if device.type == "cuda" and torch.cuda.is_available() else None
+# What records, by type of device.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraphs}
 
 
 def available(model: torch.nn.Module) -> bool:
     """Whether the model's steps can be captured; where not, says so once."""
     devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) == 1 and recorder_for(devices.copy().pop()) is not None:
+    if len(devices) == 1 and model.device.type in RECORDERS:
         return True
     where = ", ".join(sorted(map(str, devices)))
     _warn_once(
@@ -195,5 +194,5 @@ def captured_forward(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
     """`model(**inputs)` through the graphs of `inputs["cache"]`."""
     cache: StaticReplayCache = inputs["cache"]
     if cache.graphs is None:
-        cache.graphs = CapturedForwards(recorder_for(model.device))
+        cache.graphs = CapturedForwards(RECORDERS[model.device.type](model.device))
     return cache.graphs(model, inputs)

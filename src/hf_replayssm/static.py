@@ -58,6 +58,7 @@ class StaticSegment:
     base: torch.Tensor  # (phases, b)
     counts: torch.Tensor  # (b,) real new tokens
     after: torch.Tensor  # (phases, b): `base` after the segment
+    due: torch.Tensor | None  # (phases, b) bool: which rows write their checkpoint; None for a scan, all
     capacity: int
     real: torch.Tensor | None  # (b, t) bool: which columns are tokens; None when all are
     _on: dict[Any, Any] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class StaticSegment:
                 move(self.base),
                 move(self.counts),
                 move(self.after),
+                None,
                 self.capacity,
                 move(self.real),
             )
@@ -140,7 +142,6 @@ class StaticForward:
     seen: torch.Tensor  # (b,) before the forward
     numbers: torch.Tensor  # (b, t): the number of each column's token; a masked column has that of the one before it
     real: torch.Tensor | None  # (b, t) bool
-    after: dict[str, torch.Tensor]
     aligned_right: bool = False  # see `StaticAttentionLayer.update`
     touched: bool = False  # a layer has begun to change
     _on: dict[Any, Any] = field(default_factory=dict)
@@ -441,7 +442,9 @@ STATIC_LAYER_TYPES: dict[str, type] = {
 
 # The cache.
 
-_POSITIONS = ("seen", "columns", "base", "croppable", "recent", "counters")
+# Where rows stand and what was counted, all (..., batch) int64 but for `recent` (batch, max_window) bool, which of the
+# newest columns are tokens.
+_POSITIONS = ("rows", "base", "croppable", "recent", "forwards", "folds", "scanned", "idle")
 
 
 class StaticReplayCache(ReplayCache):
@@ -558,8 +561,10 @@ class StaticReplayCache(ReplayCache):
             home = self.replay_layers[0].device
             rows = lambda *shape: torch.zeros((*shape, batch_size), dtype=torch.long, device=home)  # noqa: E731
             phases = len(self._phase_delays)
-            self.seen, self.columns, self.croppable = rows(), rows(), rows()
-            self.base, self.counters = rows(phases), rows(2 + phases)
+            self.rows = rows(3)  # seen, columns, tokens
+            self.base, self.croppable = rows(phases), rows()
+            # Checkpoints written, tokens that went by scan, forwards without a token.
+            self.folds, self.forwards, self.scanned, self.idle = rows(phases), rows(), rows(), rows()
             self.recent = torch.zeros((batch_size, self.max_window), dtype=torch.bool, device=home)
             self.phase_delays = torch.tensor(self._phase_delays, device=home)[:, None]
             if key_shape is not None:
@@ -571,6 +576,16 @@ class StaticReplayCache(ReplayCache):
                         layer.lazy_initialization(empty, empty)
         self._batch = batch_size
         self.mark_static()
+
+    @property
+    def seen(self) -> torch.Tensor:
+        """(batch,) int64, on the device: tokens of each row."""
+        return self.rows[0]
+
+    @property
+    def columns(self) -> torch.Tensor:
+        """(batch,) int64, on the device: columns of each row, padding included."""
+        return self.rows[1]
 
     @property
     def has_attention(self) -> bool:
@@ -670,7 +685,9 @@ class StaticReplayCache(ReplayCache):
                 elif bool((mask.any(1) & ~mask[:, -1]).any()):
                     raise ValueError(RIGHT_PADDING)
         if mask is None:
-            numbers = self.seen[:, None] + torch.arange(num_tokens, device=self.seen.device)
+            numbers = self.seen[:, None]
+            if num_tokens != 1:
+                numbers = numbers + torch.arange(num_tokens, device=self.seen.device)
         else:
             numbers = self.seen[:, None] + mask.long().cumsum(1) - 1
         self._refuse_overflow(numbers)
@@ -684,9 +701,7 @@ class StaticReplayCache(ReplayCache):
             cut = num_tokens - window
             scan = self._static_segment(None, slice(0, cut), mask, True, keep=0)
             segments = [scan, self._static_segment(scan, slice(cut, num_tokens), mask, False, keep=window)]
-        self.forward_in_progress = StaticForward(
-            num_tokens, segments, self.fresh, self.seen, numbers, mask, self._after(segments, num_tokens, mask)
-        )
+        self.forward_in_progress = StaticForward(num_tokens, segments, self.fresh, self.seen, numbers, mask)
         return self.forward_in_progress
 
     def _static_segment(
@@ -700,35 +715,14 @@ class StaticReplayCache(ReplayCache):
         tokens = columns.stop - columns.start
         mask = None if mask is None else mask[:, columns]
         counts = torch.full_like(seen, tokens) if mask is None else mask.sum(1)
-        end = seen + counts - keep
+        end = seen + (tokens - keep if mask is None else counts - keep)  # of what may be folded
         if scan:
-            after = end.expand_as(base)
+            after, due = end.expand_as(base), None
         else:
             buffer_len, delay = self.replay_config.buffer_len, self.phase_delays
             due = (end + delay) // buffer_len > (base + delay) // buffer_len
             after = torch.where(due, end, base)
-        return StaticSegment(columns, scan, tokens, seen, base, counts, after, self.capacity, mask)
-
-    def _after(
-        self, segments: list[StaticSegment], num_tokens: int, mask: torch.Tensor | None
-    ) -> dict[str, torch.Tensor]:
-        """The positions that hold once the forward has ended."""
-        last = segments[-1]
-        counts = segments[0].counts if len(segments) == 1 else segments[0].counts + last.counts
-        folded = sum((segment.after > segment.base).long() for segment in segments)
-        after = {
-            "seen": last.seen + last.counts,
-            "base": last.after,
-            "columns": self.columns + num_tokens,
-            "counters": self.counters + torch.cat([torch.ones_like(counts)[None], counts[None], folded]),
-        }
-        if self._recording:
-            window = self.max_window
-            after["croppable"] = (self.croppable + num_tokens).clamp(max=window)
-            if mask is None:
-                mask = torch.ones((len(counts), num_tokens), dtype=torch.bool, device=counts.device)
-            after["recent"] = torch.cat([self.recent, mask], 1)[:, num_tokens:]
-        return after
+        return StaticSegment(columns, scan, tokens, seen, base, counts, after, due, self.capacity, mask)
 
     def _refuse_overflow(self, numbers: torch.Tensor) -> None:
         """On the CPU, where reading costs nothing; elsewhere the index out of range is the device's to find."""
@@ -742,11 +736,29 @@ class StaticReplayCache(ReplayCache):
                 + f"; this forward takes a row to {int(numbers.max()) + 1}. Build it with a larger `max_cache_len`."
             )
 
+    @torch.no_grad()
     def end_forward(self) -> None:
         """Closes the forward: moves the positions to where the tokens went."""
-        with torch.no_grad():
-            for name, tensor in self.forward_in_progress.after.items():
-                getattr(self, name).copy_(tensor)
+        forward = self.forward_in_progress
+        tokens, segments, mask = forward.num_tokens, forward.segments, forward.real
+        # (Every operation here is a launch in every step.)
+        if mask is None:
+            self.rows.add_(tokens)
+        else:
+            counts = mask.sum(1)
+            self.rows.add_(torch.stack([counts, torch.full_like(counts, tokens), counts]))
+            self.idle.add_(counts == 0)
+        self.base.copy_(segments[-1].after)
+        self.forwards.add_(1)
+        for segment in segments:
+            self.folds.add_(1 if segment.scan else segment.due)
+            if segment.scan:
+                self.scanned.add_(segment.counts)
+        if self._recording:
+            self.croppable.add_(tokens).clamp_(max=self.max_window)
+            if mask is None:
+                mask = self.recent.new_ones((self.recent.shape[0], tokens))
+            self.recent.copy_(torch.cat([self.recent, mask], 1)[:, tokens:])
         self.fresh, self.forward_in_progress = False, None
 
     def abort_forward(self) -> None:
@@ -759,16 +771,18 @@ class StaticReplayCache(ReplayCache):
         stats = ReplayStats(crops=self._crops, tokens_cropped=self._tokens_cropped)
         if self._batch is None:
             return stats
-        forwards, tokens, *folds = self.counters.tolist()
-        stats.forwards, stats.tokens = max(forwards), sum(tokens)
-        state = sum(layer.checkpoint.nbytes // self._batch for layer in self.replay_layers)
+        folds, forwards, rows = self.folds.tolist(), self.forwards.tolist(), self.rows.tolist()
+        with_tokens, appended = sum(forwards) - int(self.idle.sum()), sum(rows[2]) - int(self.scanned.sum())
+        bytes_of = lambda tensor: tensor.nbytes // self._batch  # noqa: E731
+        stats.forwards, stats.tokens = max(forwards), sum(rows[2])
         for layer in self.replay_layers:
             writes = sum(folds[layer.phase])
             stats.checkpoint_writes += writes
-            stats.checkpoint_bytes_written += writes * (layer.checkpoint.nbytes // self._batch)
+            stats.checkpoint_bytes_written += writes * bytes_of(layer.checkpoint)
+            stats.per_token_bytes += with_tokens * bytes_of(layer.checkpoint)
+            stats.input_bytes_written += appended * layer.inputs.slot_bytes
         # Layers flush at different tokens: the mean over layers.
         stats.checkpoint_writes = round(stats.checkpoint_writes / len(self.replay_layers))
-        stats.per_token_bytes = stats.tokens * state
         return stats
 
     @stats.setter
