@@ -79,5 +79,3 @@ class Tape:
             return outputs
 
         return replay
-
-

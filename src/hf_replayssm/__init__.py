@@ -8,7 +8,7 @@ hf_replayssm: replayed recurrent states for hybrid language models in Hugging Fa
 
 from .cache import ReplayCache, ReplayStats
 from .config import ReplayConfig
-from .integration import disable, enable, is_enabled
+from .integration import disable, enable, is_enabled, release
 from .layers import CropError
 from .speculative import SpeculationStatistics, SpeculativeOutput, speculative_generate
 from .static import CacheFullError, StaticReplayCache
@@ -28,5 +28,6 @@ __all__ = [
     "disable",
     "enable",
     "is_enabled",
+    "release",
     "speculative_generate",
 ]

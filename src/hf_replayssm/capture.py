@@ -1,9 +1,9 @@
 """
 Decoding steps as CUDA graphs, without a compiler: the eager forward of a few tokens is recorded once and replayed.
 
-A forward through a [`StaticReplayCache`] reads nothing back to the host and its tensors do not move, so what it launches
-is the same at every step. The first forwards of a shape run as they are and warm up what is made at a first call
-(kernels, workspaces); the next one is recorded, which runs nothing, and from then on a step copies its inputs and
+A forward through a [`StaticReplayCache`] reads nothing back to the host and its tensors do not move, so what it
+launches is the same at every step. The first forwards of a shape run as they are and warm up what is made at a first
+call (kernels, workspaces); the next one is recorded, which runs nothing, and from then on a step copies its inputs and
 replays. There is one graph for each shape of inputs, that is for a batch and a number of tokens.
 """
 
@@ -73,8 +73,8 @@ def available(model: torch.nn.Module) -> bool:
         return True
     where = ", ".join(sorted(map(str, devices)))
     _warn_once(
-        f"`capture=True` records CUDA graphs, which takes a model on one CUDA device; this one is on {where}. Its steps "
-        "run eagerly. Leave `capture` out, and `generate` compiles where it can."
+        f"`capture=True` records CUDA graphs, which takes a model on one CUDA device; this one is on {where}. Its "
+        "steps run eagerly. Leave `capture` out, and `generate` compiles where it can."
     )
     return False
 

@@ -87,12 +87,21 @@ def disable(model: torch.nn.Module | None = None) -> torch.nn.Module | None:
     if model is None:
         _disable_later_models()
         return None
+    release(model)
     for module in model.modules():
         for name in ("_replay_config", "_replay_signature"):
             module.__dict__.pop(name, None)
-        _kept.pop(module, None)
         restore_class(module)
     return model
+
+
+def release(model: torch.nn.Module) -> None:
+    """
+    Frees the static cache, with its graphs, that `generate(cache_implementation="replayssm_static")` and
+    `speculative_generate` keep from a call to the next. (`disable` does as well.)
+    """
+    for module in model.modules():
+        _kept.pop(module, None)
 
 
 def is_enabled(model: torch.nn.Module) -> bool:
@@ -148,7 +157,7 @@ def _assert_reached(mixer: torch.nn.Module, name: str) -> None:
 
 
 # The static cache of a model's last call of `generate`, for the next: a compiled or captured step is bound to its
-# addresses. Lent while a call is running (calls may be nested). Beside the models, so that no copy of one takes it along.
+# addresses. Lent while a call is running (calls may be nested). Beside the models, so that no copy of one takes it.
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, StaticReplayCache] = weakref.WeakKeyDictionary()
 _lent: weakref.WeakKeyDictionary[torch.nn.Module, list[StaticReplayCache]] = weakref.WeakKeyDictionary()
 
@@ -183,7 +192,7 @@ class ReplayGeneration(ReplacedClass):
     """Goes in front of the class of a model that generates. The names are hooks of transformers' `GenerationMixin`."""
 
     _replay_config: ReplayConfig
-    _keeps_signature = ("forward", "prepare_inputs_for_generation")
+    _keeps_signature = ("forward", "prepare_inputs_for_generation", "generate")
 
     # Upstream refuses drafts for models with a state, since it cannot take tokens back. A replay cache can;
     # `_validate_generation_mode` refuses them for the other caches.

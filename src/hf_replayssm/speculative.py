@@ -399,9 +399,7 @@ class _ReplayDecoder:
         chunk = chunk or ids.shape[1]
         for start in range(0, ids.shape[1], chunk):
             columns = slice(start, start + chunk)
-            self.forward(
-                ids[:, columns], None if mask is None else mask[:, columns], last_only=True, call=self.model
-            )
+            self.forward(ids[:, columns], None if mask is None else mask[:, columns], last_only=True, call=self.model)
 
     def start_recording(self) -> None:
         """From here on tokens are rolled back."""
@@ -428,7 +426,8 @@ class _ReplayDecoder:
 
     def crop(self, counts: torch.Tensor) -> None:
         """Drops each row's newest -counts (b,) columns."""
-        self.cache.crop(counts)
+        # A static cache on another device takes them there, and nobody waits for it.
+        self.cache.crop(upload(counts, self.cache.seen.device) if self.is_static else counts)
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.cache.batch_select_indices(index)

@@ -20,7 +20,7 @@ of a decode pays for all layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,6 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 
 from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
 from .config import ReplayConfig
-from .families import family_of_config, signature
 from .layers import CropError, InputBuffer, ReplayLayer
 from .ops import backend, mamba2
 
@@ -158,17 +157,21 @@ class StaticForward:
 # Layers.
 
 
-def write_rows(buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None) -> None:
+def write_rows(
+    buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None, dim: int = 1
+) -> None:
     """
-    `buffer[row, slots[row, i]] = values[row, i]` where `valid` (b, i); buffer (b, s, ...), slots (b, i) without
-    repeats in a row.
+    Writes `values` (b, i, ...) to the slots (b, i) of `buffer`, whose slots are its dimension `dim`: (b, s, ...) or
+    (b, ..., s, ...). No slot comes twice in a row; where `valid` (b, i) is False, what is there stays.
     """
     row = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
+    index = [row, slots] if dim == 1 else [row, None, slots]
     values = values.to(buffer.dtype)
-    if valid is not None:  # the others write back what is there
+    if valid is not None:
         shape = (*valid.shape, *[1] * (values.dim() - 2))
-        values = torch.where(valid.view(shape), values, buffer[row, slots])
-    buffer.index_put_((row, slots), values)
+        values = torch.where(valid.view(shape), values, torch.ops.aten.index(buffer, index))
+    # On the buffer itself, not on a view of it: a compiler writes in place then.
+    torch.ops.aten.index_put_(buffer, index, values)
 
 
 class StaticReplayLayer(ReplayLayer):
@@ -265,7 +268,7 @@ class StaticReplayLayer(ReplayLayer):
         base, after = segment.base[self.phase], segment.after[self.phase]
         tokens, valid = segment.new_tokens()
         for buffer, values in zip(self.inputs.tensors(), (x, B, dt)):
-            write_rows(buffer.transpose(1, 2), tokens % segment.capacity, values, valid)
+            write_rows(buffer, tokens % segment.capacity, values, valid, dim=2)
         inputs = self._in_order(base)
         start = segment.seen - base
         y = mamba2.replay(C, *inputs, A, D, self.checkpoint, start, start + segment.counts)
@@ -370,7 +373,7 @@ class StaticAttentionLayer(CacheLayerMixin):
         front = self.cache.front_slots
         slots = forward.key_slots(front, self.keys.device)
         for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            write_rows(buffer.transpose(1, 2), slots, states.transpose(1, 2), None)
+            write_rows(buffer, slots, states.transpose(1, 2), dim=2)
         if forward.fresh:
             return key_states, value_states
         if forward.aligned_right:
@@ -444,7 +447,7 @@ STATIC_LAYER_TYPES: dict[str, type] = {
 
 # Where rows stand and what was counted, all (..., batch) int64 but for `recent` (batch, max_window) bool, which of the
 # newest columns are tokens.
-_POSITIONS = ("rows", "base", "croppable", "recent", "forwards", "folds", "scanned", "idle")
+_POSITIONS = ("rows", "base", "croppable", "recent", "forwards", "folds", "scanned", "idle", "cropped")
 
 
 class StaticReplayCache(ReplayCache):
@@ -563,8 +566,9 @@ class StaticReplayCache(ReplayCache):
             phases = len(self._phase_delays)
             self.rows = rows(3)  # seen, columns, tokens
             self.base, self.croppable = rows(phases), rows()
-            # Checkpoints written, tokens that went by scan, forwards without a token.
-            self.folds, self.forwards, self.scanned, self.idle = rows(phases), rows(), rows(), rows()
+            # Checkpoints written, tokens that went by scan, forwards without a token, columns cropped.
+            self.folds, self.forwards = rows(phases), rows()
+            self.scanned, self.idle, self.cropped = rows(), rows(), rows()
             self.recent = torch.zeros((batch_size, self.max_window), dtype=torch.bool, device=home)
             self.phase_delays = torch.tensor(self._phase_delays, device=home)[:, None]
             if key_shape is not None:
@@ -616,8 +620,8 @@ class StaticReplayCache(ReplayCache):
             return
         for _, tensor in self.static_tensors():
             torch._dynamo.mark_static_address(tensor)
-        for layer in self.replay_layers:
-            torch._dynamo.mark_static_address(layer.A)
+        for tensor in (self.phase_delays, *(layer.A for layer in self.replay_layers)):
+            torch._dynamo.mark_static_address(tensor)
         self.layout += 1
 
     def _enlarge(self) -> None:
@@ -670,7 +674,7 @@ class StaticReplayCache(ReplayCache):
             )
 
     def begin_forward(self, num_tokens: int, batch_size: int, mask: torch.Tensor | None = None) -> StaticForward:
-        """As in [`ReplayCache`]. Of a mask only the shape is looked at, but for a first forward that is not compiled."""
+        """As in [`ReplayCache`]. A mask is read in a first forward that is not compiled, and never else."""
         self._refuse_interrupted()
         if num_tokens == 0:
             raise ValueError("A forward through a cache takes at least one token; this one has none.")
@@ -768,13 +772,13 @@ class StaticReplayCache(ReplayCache):
     @property
     def stats(self) -> ReplayStats:
         """Counted on the device: to read them waits for it."""
-        stats = ReplayStats(crops=self._crops, tokens_cropped=self._tokens_cropped)
+        stats = ReplayStats(crops=self._crops)
         if self._batch is None:
             return stats
         folds, forwards, rows = self.folds.tolist(), self.forwards.tolist(), self.rows.tolist()
         with_tokens, appended = sum(forwards) - int(self.idle.sum()), sum(rows[2]) - int(self.scanned.sum())
         bytes_of = lambda tensor: tensor.nbytes // self._batch  # noqa: E731
-        stats.forwards, stats.tokens = max(forwards), sum(rows[2])
+        stats.forwards, stats.tokens, stats.tokens_cropped = max(forwards), sum(rows[2]), int(self.cropped.sum())
         for layer in self.replay_layers:
             writes = sum(folds[layer.phase])
             stats.checkpoint_writes += writes
@@ -787,7 +791,7 @@ class StaticReplayCache(ReplayCache):
 
     @stats.setter
     def stats(self, value: ReplayStats) -> None:
-        self._crops, self._tokens_cropped = value.crops, value.tokens_cropped
+        self._crops = value.crops
 
     # Rollback.
 
@@ -836,17 +840,10 @@ class StaticReplayCache(ReplayCache):
         if that is not the CPU, are checked there: nothing is read back, and a wrong one is an assertion of the device.
         """
         self._refuse_interrupted()
-        on_device = (
-            isinstance(tokens_to_remove, torch.Tensor)
-            and tokens_to_remove.dim() == 1
-            and tokens_to_remove.device.type != "cpu"
-            and self._batch is not None
-        )
-        if on_device:
-            counts = -tokens_to_remove.long()
-            if not self._recording or counts.shape != self.seen.shape:
-                on_device = False  # raises below
-        if not on_device:
+        if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.device.type != "cpu" and self._recording:
+            counts = -tokens_to_remove.expand(self.batch_size)
+            torch._assert_async(((counts >= 0) & (counts <= self.croppable)).all())
+        else:
             counts = self._crop_counts(tokens_to_remove)
             self._refuse_unrecorded()
             if counts is None:
@@ -859,10 +856,7 @@ class StaticReplayCache(ReplayCache):
                     f"static cache keeps the newest `max_window` ({self.max_window}) tokens; older ones are folded "
                     "into the state. Build it with a larger `max_window`."
                 )
-            self._tokens_cropped += int(counts.sum())
             counts = counts.to(self.seen.device)
-        else:
-            torch._assert_async(((counts >= 0) & (counts <= self.croppable)).all())
         self._crops += 1
         self._crop_on_device(counts)
 
@@ -875,6 +869,7 @@ class StaticReplayCache(ReplayCache):
         self.recent.copy_(self.recent.gather(1, source.clamp(min=0)) & (source >= 0))
         self.columns.sub_(counts)
         self.croppable.sub_(counts)
+        self.cropped.add_(counts)
 
     def reset(self) -> None:
         """As a fresh cache of the same layout: no tokens, recording off, counters at zero. No tensor moves."""
@@ -943,7 +938,7 @@ class StaticReplayCache(ReplayCache):
                     layer.A.copy_(other.A)
         for name in ("fresh", "_recording", "interrupted", "resume_at", "drafts_begin", "_max_window"):
             setattr(self, name, getattr(snapshot, name))
-        self._crops, self._tokens_cropped = snapshot._crops, snapshot._tokens_cropped
+        self._crops = snapshot._crops
         self.forward_in_progress = None
 
     # Lengths, for readers.
@@ -963,7 +958,7 @@ class StaticReplayCache(ReplayCache):
         return None
 
     def get_seq_length(self, layer_idx: int = 0) -> int | torch.Tensor:
-        """Columns of the longest row, padding included: a tensor () on the device; the integer 0 while there are none."""
+        """Columns of the longest row, padding included: a tensor () on the device; the integer 0 on a fresh cache."""
         return 0 if self.fresh else self.columns.max()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
