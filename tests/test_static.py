@@ -466,6 +466,18 @@ def test_windows_of_drafts_are_compiled(family, model, graphs):
     assert graphs.count <= 3  # one token, a window, and windows of any other length
 
 
+def test_models_of_one_class_in_one_process(graphs):
+    """What differs between two models must not be taken for what varies in one."""
+    ids = random_ids(2, 7)
+    for sizes in ({}, {"hidden_size": 16, "num_heads": 4, "head_dim": 8}, {"hidden_size": 32, "num_heads": 4}):
+        model = hf_replayssm.enable(tiny_model("mamba2", num_hidden_layers=2, **sizes))
+        expected = model.generate(ids, max_new_tokens=9, do_sample=False)
+        for max_new_tokens in (9, 5):
+            tokens = model.generate(ids, max_new_tokens=max_new_tokens, compile_config=graphs.config, **STATIC)
+            assert torch.equal(tokens, expected[:, : 7 + max_new_tokens])
+    assert graphs.count == 3
+
+
 @torch.no_grad()
 def test_a_compiled_first_forward(graphs):
     """It cannot lay the cache out: with `fullgraph` it says what to do, else it runs as it is."""

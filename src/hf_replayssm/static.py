@@ -498,6 +498,7 @@ class StaticReplayCache(ReplayCache):
         for layer in self.layers:
             if isinstance(layer, StaticAttentionLayer):
                 layer.cache = self
+        self.has_attention = any(isinstance(layer, StaticAttentionLayer) for layer in self.layers)
         self.layout = 0  # counts the times that tensors were allocated
         self.graphs = None  # of captured forwards, see `capture.py`
 
@@ -590,10 +591,6 @@ class StaticReplayCache(ReplayCache):
     def columns(self) -> torch.Tensor:
         """(batch,) int64, on the device: columns of each row, padding included."""
         return self.rows[1]
-
-    @property
-    def has_attention(self) -> bool:
-        return any(isinstance(layer, StaticAttentionLayer) for layer in self.layers)
 
     @property
     def is_allocated(self) -> bool:

@@ -89,7 +89,7 @@ class ReplayBackbone(ReplacedClass):
     ) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
         tokens = inputs.shape[1]
-        if cache.signature != self._replay_signature:
+        if cache.signature.text != self._replay_signature.text:
             raise ValueError(
                 f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
                 f"({self._replay_signature}). Build it with `ReplayCache(config=model.config)`."

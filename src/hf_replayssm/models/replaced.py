@@ -56,7 +56,7 @@ def _with_signature_of(upstream, method):
         return method(self, *args, **kwargs)
 
     # Compilers count what they compiled, up to a limit, for each code object: every class has one of its own.
-    wrapped.__code__ = wrapped.__code__.replace(co_name=upstream.__name__)
+    wrapped.__code__ = wrapped.__code__.replace(co_name=upstream.__qualname__)
     return wrapped
 
 
