@@ -15,6 +15,7 @@ Between rounds the target's cache has seen all tokens of a row but the newest, t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import time
@@ -563,9 +564,13 @@ class _Speculation:
         self._prefill(self.target, self.prompt - 1)
         if self.draft is not None:
             self._prefill(self.draft, self.prompt - 2)
-        while not bool(self.finished.all()):
-            self._round()
-            self._let_rows_leave()
+        with contextlib.ExitStack() as stack:
+            for decoder in (self.target, self.draft):
+                if decoder is not None:  # as `generate` does it: mixtures of experts
+                    stack.enter_context(decoder.model._optimize_model_for_decode())
+            while not bool(self.finished.all()):
+                self._round()
+                self._let_rows_leave()
         if self.streamer is not None:
             self.streamer.end()
         return self._padded(), self._statistics(time.perf_counter() - begin)
