@@ -165,6 +165,26 @@ def test_memory_without_drafts_is_the_buffer_alone():
     made.verify()
 
 
+def test_a_larger_window_in_mid_stream(family: str):
+    """Buffers are laid out anew, and what could be taken back still can be."""
+    made = session(family, 2, buffer_len=4, max_window=3)
+    made.append(5)
+    made.append(1)
+    made.cache.activate_past_recording()
+    made.append(4)
+    made.append(1)
+    layout, capacity = made.cache.layout, made.cache.capacity
+    made.cache.max_window = 9
+    assert made.cache.layout > layout and made.cache.capacity == capacity + 2 * 6
+    made.crop([3, 1])
+    made.append(9)
+    assert made.cache.max_croppable == 9
+    made.crop([9, 2])
+    made.cache.max_window = 4  # compiled forwards know the larger one
+    assert made.cache.max_window == 9
+    made.verify()
+
+
 def test_reset_and_restore_move_nothing(family: str):
     made = session(family, 2, buffer_len=4, max_window=6)
     made.cache.activate_past_recording()

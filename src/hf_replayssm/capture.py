@@ -164,11 +164,10 @@ class CapturedForwards:
             or inputs.get("attention_mask") is not None
             or model.training
             or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(tokens.device.type)  # it keeps copies of weights, which a graph would lose
         ):
             return None
-        kind = tokens.device.type
-        key: list[Any] = [cache.record_past, torch.is_inference_mode_enabled(), torch.is_autocast_enabled(kind)]
-        key.append(torch.get_autocast_dtype(kind))
+        key: list[Any] = [cache.record_past, torch.is_inference_mode_enabled()]
         for name, value in sorted(inputs.items()):
             if isinstance(value, torch.Tensor):
                 key.append((name, value.shape, value.dtype, value.device))

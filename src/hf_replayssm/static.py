@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 
 from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
@@ -138,7 +139,6 @@ class StaticForward:
     num_tokens: int
     segments: list[StaticSegment]
     fresh: bool  # no token has been seen before
-    seen: torch.Tensor  # (b,) before the forward
     numbers: torch.Tensor  # (b, t): the number of each column's token; a masked column has that of the one before it
     real: torch.Tensor | None  # (b, t) bool
     aligned_right: bool = False  # see `StaticAttentionLayer.update`
@@ -238,9 +238,9 @@ class StaticReplayLayer(ReplayLayer):
 
     def _conv_history(self, segment: StaticSegment, kernel: int, dtype: torch.dtype) -> torch.Tensor:
         seen = segment.to(self.conv_inputs.device).seen
-        return self._newest_conv_inputs(seen, kernel - 1).to(dtype)
+        return self.newest_of_ring(seen, kernel - 1).to(dtype)
 
-    def _newest_conv_inputs(self, seen: torch.Tensor, count: int) -> torch.Tensor:
+    def newest_of_ring(self, seen: torch.Tensor, count: int) -> torch.Tensor:
         token = seen[:, None] - count + torch.arange(count, device=seen.device)
         return self._ring_read(token % self.conv_inputs.shape[1], token >= 0)
 
@@ -269,7 +269,7 @@ class StaticReplayLayer(ReplayLayer):
         tokens, valid = segment.new_tokens()
         for buffer, values in zip(self.inputs.tensors(), (x, B, dt)):
             write_rows(buffer, tokens % segment.capacity, values, valid, dim=2)
-        inputs = self._in_order(base)
+        inputs = self.in_order(base)
         start = segment.seen - base
         y = mamba2.replay(C, *inputs, A, D, self.checkpoint, start, start + segment.counts)
         # (Whether any row flushes is not known here; the state is computed for all of them.)
@@ -277,7 +277,7 @@ class StaticReplayLayer(ReplayLayer):
         self.checkpoint.copy_(torch.where((after > base)[:, None, None, None], state, self.checkpoint))
         return y
 
-    def _in_order(self, base: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def in_order(self, base: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """x, B and dt with the slots of each row from its token number `base` (b,) on as slots 0, 1, ..."""
         capacity = self.inputs.capacity
         slots = (base[:, None] + torch.arange(capacity, device=base.device)) % capacity
@@ -301,7 +301,7 @@ class StaticReplayLayer(ReplayLayer):
     # The state, for readers.
 
     def _whole_state(self, seen: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return mamba2.fold(*self._in_order(base), self.A, self.checkpoint, seen - base)
+        return mamba2.fold(*self.in_order(base), self.A, self.checkpoint, seen - base)
 
     def whole_state(self) -> torch.Tensor | None:
         if self.checkpoint is None:
@@ -317,7 +317,7 @@ class StaticReplayLayer(ReplayLayer):
         if self.conv_inputs is None:
             return None
         seen = self.cache.seen.to(self.device)
-        return self._newest_conv_inputs(seen, self.conv_kernel_size[0]).transpose(1, 2)
+        return self.newest_of_ring(seen, self.conv_kernel_size[0]).transpose(1, 2)
 
     @property
     def has_previous_state(self) -> dict[int, bool]:
@@ -517,20 +517,18 @@ class StaticReplayCache(ReplayCache):
 
     # Memory.
 
-    def _sizes(self) -> tuple[int, int]:
-        """Slots of the input buffers, and attention slots."""
-        window = self.max_window if self._recording else 0
-        capacity = self.replay_config.buffer_len + 2 * window
-        tokens = self.max_cache_len + (window + 1 if window else 0)
-        return capacity, -(-(tokens + 1) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
-
     def ring(self, kernel: int) -> int:
         """Slots of the ring of raw convolution inputs: the convolution's reach, a window and what may be cropped."""
         return kernel + (self.max_window + 1 if self._recording else 0)
 
     def _lay_out(self) -> None:
-        tokens = self.max_cache_len + (self.max_window + 1 if self._recording else 0)
-        self.capacity, self.key_slots = self._sizes()
+        """Sets the numbers of slots: of the input buffers, of attention, and of attention's unused ones in front."""
+        window, tokens = 0, self.max_cache_len
+        if self._recording:
+            # Beside the newest `max_window` tokens and those of a flush, a window of drafts and the token before them.
+            window, tokens = self.max_window, tokens + self.max_window + 1
+        self.capacity = self.replay_config.buffer_len + 2 * window
+        self.key_slots = -(-(tokens + 1) // SLOTS_MULTIPLE) * SLOTS_MULTIPLE
         self.front_slots = self.key_slots - tokens
 
     def allocate(
@@ -546,8 +544,8 @@ class StaticReplayCache(ReplayCache):
         Args:
             dtype: of the activations.
             devices: one, or for each recurrent layer (by its index in the model) its own.
-            key_shape: attention heads and head_dim of keys and values, or lists with one for each layer. None:
-                attention layers allocate at their first forward, on the device of their keys.
+            key_shape: heads and head_dim of keys and values, or lists with one for each layer, for a model on one
+                device. None: attention layers allocate at their first forward, on the device of their keys.
 
         Raises:
             ValueError: it is allocated already, for another batch size.
@@ -576,8 +574,7 @@ class StaticReplayCache(ReplayCache):
                 for index, layer in enumerate(self.layers):
                     if isinstance(layer, StaticAttentionLayer):
                         shape = batch_size, of_layer(key_shape[0], index), 0, of_layer(key_shape[1], index)
-                        device = torch.device(of_layer(devices, index)) if not isinstance(devices, dict) else home
-                        empty = torch.zeros(shape, dtype=dtype, device=device)
+                        empty = torch.zeros(shape, dtype=dtype, device=home)
                         layer.lazy_initialization(empty, empty)
         self._batch = batch_size
         self.mark_static()
@@ -621,40 +618,37 @@ class StaticReplayCache(ReplayCache):
             torch._dynamo.mark_static_address(tensor)
         self.layout += 1
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _enlarge(self) -> None:
         """
-        Makes room for `max_window` tokens that may be cropped, on a cache that was laid out for fewer. All addresses
-        change: compiled forwards are compiled again.
+        Makes room for what is recorded now, on a cache that was laid out for less. All addresses change, so compiled
+        forwards are compiled again.
         """
-        if self._batch is None or self._sizes()[0] <= self.capacity:
+        before = old_capacity, old_front, _ = self.capacity, self.front_slots, self.key_slots
+        self._lay_out()
+        if self.capacity <= old_capacity:
+            self.capacity, self.front_slots, self.key_slots = before
             return
-        old_front = self.front_slots
-        with torch.inference_mode(False), torch.no_grad():
-            for layer in self.replay_layers:
-                layer.checkpoint.copy_(layer.whole_state())
-                newest = layer.newest_conv_inputs().transpose(1, 2)
-                token = self.seen.to(layer.device)[:, None] + torch.arange(-newest.shape[1], 0, device=layer.device)
-                ring = self.ring(newest.shape[1])
-                layer.conv_inputs = newest.new_zeros((newest.shape[0], ring, newest.shape[2]))
-                write_rows(layer.conv_inputs, token % ring, newest, token >= 0)
-            self.base.copy_(self.seen.expand_as(self.base))
-            self._lay_out()
-            for layer in self.replay_layers:
-                grow = lambda t: t.new_zeros((*t.shape[:2], self.capacity, *t.shape[3:]))  # noqa: E731
-                layer.inputs = layer.inputs.map(grow)
-            for layer in self.layers:
-                if isinstance(layer, StaticAttentionLayer) and layer.is_initialized:
-                    for name in ("keys", "values"):
-                        old = getattr(layer, name)
-                        new = old.new_zeros((*old.shape[:2], self.key_slots, old.shape[-1]))
-                        new[:, :, self.front_slots : self.front_slots + self.max_cache_len] = old[
-                            :, :, old_front : old_front + self.max_cache_len
-                        ]
-                        setattr(layer, name, new)
-            recent = torch.zeros_like(self.recent[:, :1]).expand(-1, self.max_window).clone()
-            kept = min(self.recent.shape[1], self.max_window)
-            recent[:, self.max_window - kept :] = self.recent[:, self.recent.shape[1] - kept :]
-            self.recent = recent
+        for layer in self.replay_layers:
+            seen, base = self.seen.to(layer.device), self.base[layer.phase].to(layer.device)
+            token = base[:, None] + torch.arange(old_capacity, device=layer.device)
+            held = layer.in_order(base)
+            layer.inputs = layer.inputs.map(lambda t: t.new_zeros((*t.shape[:2], self.capacity, *t.shape[3:])))
+            for buffer, values in zip(layer.inputs.tensors(), held):
+                write_rows(buffer, token % self.capacity, values.transpose(1, 2), dim=2)
+            ring, old_ring = self.ring(layer.conv_kernel_size[0]), layer.conv_inputs.shape[1]
+            token = seen[:, None] + torch.arange(-old_ring, 0, device=layer.device)
+            values = layer.newest_of_ring(seen, old_ring)
+            layer.conv_inputs = values.new_zeros((self._batch, ring, values.shape[2]))
+            write_rows(layer.conv_inputs, token % ring, values, token >= 0)
+        for layer in self.layers:
+            if isinstance(layer, StaticAttentionLayer) and layer.is_initialized:
+                behind = self.key_slots - self.front_slots - (layer.keys.shape[2] - old_front)
+                layer.keys, layer.values = (
+                    F.pad(old[:, :, old_front:], (0, 0, self.front_slots, behind)) for old in (layer.keys, layer.values)
+                )
+        self.recent = F.pad(self.recent, (self.max_window - self.recent.shape[1], 0))
         self.mark_static()
 
     # One forward.
@@ -702,7 +696,7 @@ class StaticReplayCache(ReplayCache):
             cut = num_tokens - window
             scan = self._static_segment(None, slice(0, cut), mask, True, keep=0)
             segments = [scan, self._static_segment(scan, slice(cut, num_tokens), mask, False, keep=window)]
-        self.forward_in_progress = StaticForward(num_tokens, segments, self.fresh, self.seen, numbers, mask)
+        self.forward_in_progress = StaticForward(num_tokens, segments, self.fresh, numbers, mask)
         return self.forward_in_progress
 
     def _static_segment(
@@ -803,8 +797,7 @@ class StaticReplayCache(ReplayCache):
         self._recording = value
         if self._batch is not None:
             self.croppable.zero_()
-            if value:
-                self._enlarge()
+            self._enlarge()
 
     @property
     def max_window(self) -> int:
@@ -818,11 +811,7 @@ class StaticReplayCache(ReplayCache):
             return
         self._max_window = value
         if changed and self._batch is not None:
-            if self._recording:
-                self._enlarge()
-            else:
-                self.recent = self.recent.new_zeros((self._batch, value))
-                self.mark_static()
+            self._enlarge()
 
     @property
     def max_croppable(self) -> int:
