@@ -165,6 +165,19 @@ def test_memory_without_drafts_is_the_buffer_alone():
     made.verify()
 
 
+def test_crop_after_crop_over_masked_columns(family: str):
+    """How many tokens are among the newest columns has to be known of those before a crop, too."""
+    made = session(family, 3, buffer_len=4, max_window=9)
+    made.cache.activate_past_recording()
+    made.append(4)
+    made.append(4, torch.tensor([[1, 0, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]]))
+    made.append(1)
+    for counts in (2, [1, 0, 2], [0, 2, 1], 1):
+        made.crop(counts)
+        assert made.cache.lengths.tolist() == [len(tokens) for tokens in made.history]
+    made.verify()
+
+
 def test_a_larger_window_in_mid_stream(family: str):
     """Buffers are laid out anew, and what could be taken back still can be."""
     made = session(family, 2, buffer_len=4, max_window=3)
