@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import RTOL, assert_same_logits, copy_of, random_ids, relative_error, replay_layers, tiny_model
+from tiny_models import RTOL, assert_same_logits, copy_of, poison, random_ids, relative_error, replay_layers, tiny_model
 from twins import Twins, eventful_session
 
 import hf_replayssm
@@ -133,6 +133,48 @@ def test_autocast_changes_the_dtype_on_the_way(name):
         logits[kind] = torch.cat([*steps, model(input_ids=ids[:, 8:], cache=cache).logits], 1).float()
         assert replay_layers(cache)[0].inputs.x.dtype == torch.float32
     assert relative_error(logits["triton"], logits["torch"]) < 0.05
+
+
+@torch.no_grad()
+def static_session(model, kind: str) -> tuple[hf_replayssm.StaticReplayCache, torch.Tensor]:
+    """Padding, flushes in phases, windows, rows cropped by counts of their own, a scan from inputs that are pending."""
+    cache = hf_replayssm.StaticReplayCache(
+        config=model.config, max_cache_len=80, buffer_len=3, max_window=3, backend=kind
+    )
+    logits = []
+
+    def append(tokens, mask=None):
+        poison(cache)
+        out = model(input_ids=random_ids(2, tokens, seed=len(logits)), attention_mask=mask, cache=cache).logits
+        logits.append((out if mask is None else out[mask.bool()]).reshape(-1, out.shape[-1]))
+
+    append(5, torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1]]))
+    for _ in range(4):
+        append(1)
+    append(2, torch.tensor([[1, 0], [0, 1]]))
+    append(1, torch.tensor([[0], [1]]))
+    cache.activate_past_recording()
+    for tokens, counts in ((3, (2, 0)), (1, (0, 1)), (4, (3, 1)), (4, (0, 3)), (9, (3, 0)), (4, (1, 3))):
+        append(tokens)
+        cache.crop(-torch.tensor(counts))
+    cache.record_past = False
+    for tokens in (1, 1, 6, 1):
+        append(tokens)
+    assert replay_layers(cache)[0].kernels == (kind == "triton")
+    return cache, torch.cat(logits)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["mamba2, another activation", "falcon_h1"])
+def test_the_same_answers_of_the_static_cache(name):
+    family, overrides = SMALL[name]
+    model = hf_replayssm.enable(tiny_model(family, **overrides))
+    caches, logits = zip(*(static_session(model, kind) for kind in ("triton", "torch")))
+    assert_same_logits(*logits)
+    for ours, reference in zip(*(replay_layers(cache) for cache in caches)):
+        ours, reference = ours.recurrent_states[0], reference.recurrent_states[0]
+        assert float((ours - reference).abs().max() / reference.abs().max()) <= RTOL
+    assert caches[0].stats == caches[1].stats
 
 
 # ------------------------------------------------------------------------------------------------ which backend

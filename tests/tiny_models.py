@@ -359,8 +359,12 @@ def enabled_model(name: str) -> PreTrainedModel:
 def used_slots(cache, layer) -> torch.Tensor:
     """(batch, slots) bool: which slots of the layer's buffer, a ring, hold a token."""
     slots = layer.inputs.dt.shape[2]
-    place = (torch.arange(slots) - cache.positions.first[:, None]) % slots  # counted from the oldest token
-    return place < cache.held[:, None]
+    if hasattr(layer, "phase"):  # static: counts on the device, for each phase
+        first, held = cache.base[layer.phase].cpu() % slots, cache.held[layer.phase].cpu()
+    else:
+        first, held = cache.positions.first, cache.held
+    place = (torch.arange(slots) - first[:, None]) % slots  # counted from the oldest token
+    return place < held[:, None]
 
 
 def poison(cache, value: float = math.nan) -> None:

@@ -8,22 +8,26 @@ hf_replayssm: replayed recurrent states for hybrid language models in Hugging Fa
 
 from .cache import ReplayCache, ReplayStats
 from .config import ReplayConfig
-from .integration import disable, enable, is_enabled
+from .integration import disable, enable, is_enabled, release
 from .layers import CropError
 from .speculative import SpeculationStatistics, SpeculativeOutput, speculative_generate
+from .static import CacheFullError, StaticReplayCache
 from .versions import __version__
 
 
 __all__ = [
+    "CacheFullError",
     "CropError",
     "ReplayCache",
     "ReplayConfig",
     "ReplayStats",
     "SpeculationStatistics",
     "SpeculativeOutput",
+    "StaticReplayCache",
     "__version__",
     "disable",
     "enable",
     "is_enabled",
+    "release",
     "speculative_generate",
 ]

@@ -101,9 +101,7 @@ class ReplayCache(Cache):
         text_config = config.get_text_config(decoder=True)
         family_of_config(text_config)
         self.signature = signature(text_config)
-        layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
-        classes = DYNAMIC_LAYER_TYPE_MAPPING | REPLAY_LAYER_TYPES
-        super().__init__(layers=[classes[name](**kwargs) for name, kwargs in zip(layer_types, layer_kwargs)])
+        super().__init__(layers=self._make_layers(text_config))
         self.replay_layers = [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
         for layer in self.replay_layers:
             layer.cache = self
@@ -115,7 +113,17 @@ class ReplayCache(Cache):
         self.resume_at, self.drafts_begin = 0, None
         self.stats = ReplayStats()
 
+    def _make_layers(self, text_config: Any) -> list[Any]:
+        layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
+        classes = DYNAMIC_LAYER_TYPE_MAPPING | REPLAY_LAYER_TYPES
+        return [classes[name](**kwargs) for name, kwargs in zip(layer_types, layer_kwargs)]
+
     # One forward.
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no column has gone in."""
+        return self.positions.columns == 0
 
     def begin_forward(self, num_tokens: int, batch_size: int, mask: torch.Tensor | None = None) -> ReplayForward:
         """
@@ -355,11 +363,7 @@ class ReplayCache(Cache):
         now = self.positions
         self._refuse_interrupted()
         counts = self._crop_counts(tokens_to_remove)
-        if not now.recording:
-            raise CropError(
-                "`crop` was called on a cache that does not record its past. Call `cache.activate_past_recording()` "
-                "before the forward whose tokens may have to go (`generate` without drafts switches it off)."
-            )
+        self._refuse_unrecorded()
         if counts is None or now.seen is None:
             return
         if bool((counts > now.croppable).any()):
@@ -375,6 +379,13 @@ class ReplayCache(Cache):
         self.stats.tokens_cropped += int(counts.sum())
         self.positions = dataclasses.replace(now, since_crop=0)
         self._remove(counts)
+
+    def _refuse_unrecorded(self) -> None:
+        if not self.record_past:
+            raise CropError(
+                "`crop` was called on a cache that does not record its past. Call `cache.activate_past_recording()` "
+                "before the forward whose tokens may have to go (`generate` without drafts switches it off)."
+            )
 
     def _remove(self, counts: torch.Tensor) -> None:
         """
@@ -409,7 +420,7 @@ class ReplayCache(Cache):
 
     def _crop_counts(self, tokens_to_remove: int | torch.Tensor) -> torch.Tensor | None:
         """The counts as a (batch,) tensor of numbers >= 0 (None on a cache without rows and nothing to remove)."""
-        batch = self.positions.batch_size
+        batch = None if self.batch_size == -1 else self.batch_size
         if isinstance(tokens_to_remove, (list, tuple)):
             tokens_to_remove = torch.tensor(tokens_to_remove)
         if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dim() > 0:

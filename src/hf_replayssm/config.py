@@ -39,6 +39,9 @@ class ReplayConfig:
             Overrides the limit on dt of the model's family. Upstream applies the family's limit in a whole-sequence
             forward and skips it in the cached single step; replay applies one limit everywhere, by default the
             whole-sequence one.
+        capture (`bool`, defaults to `False`):
+            With `cache_implementation="replayssm_static"`: `generate` captures its decoding steps in CUDA graphs, which
+            takes a few steps, instead of compiling them. The other variant ignores it.
 
     Raises:
         ValueError: a field that does not exist, or a value out of range.
@@ -49,6 +52,7 @@ class ReplayConfig:
     checkpoint_dtype: torch.dtype = torch.float32
     backend: str = "auto"
     time_step_limit: tuple[float, float] | None = None
+    capture: bool = False
 
     def __post_init__(self) -> None:
         for name in ("buffer_len", "max_window"):
@@ -56,6 +60,8 @@ class ReplayConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` counts tokens: pass an integer of 1 or more, not {value!r}.")
         object.__setattr__(self, "checkpoint_dtype", _as_dtype(self.checkpoint_dtype))
+        if not isinstance(self.capture, bool):
+            raise ValueError(f"`capture` is True or False, not {self.capture!r}.")
         if self.backend not in BACKENDS:
             raise ValueError(f"`backend` is one of {', '.join(map(repr, BACKENDS))}, not {self.backend!r}.")
         if self.time_step_limit is not None:

@@ -85,6 +85,10 @@ class Signature:
     layer_types: tuple[str, ...]
     geometry: tuple[int, ...]  # heads, head_dim, state, groups, conv kernel
 
+    def __post_init__(self) -> None:
+        # A compiler takes integers that differ from one model to the next for variable; a string it compares.
+        object.__setattr__(self, "text", repr((self.model_type, self.layer_types, self.geometry)))
+
 
 def signature(config: Any) -> Signature:
     """The signature of a (text) config of a supported family."""

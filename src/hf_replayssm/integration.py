@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +14,18 @@ from transformers.generation import configuration_utils as generation_configurat
 from transformers.generation.candidate_generator import AssistantVocabTranslatorCache
 from transformers.generation.configuration_utils import GenerationConfig, GenerationMode
 from transformers.generation.utils import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_utils import PreTrainedModel
 
+from . import capture
 from .cache import RIGHT_PADDING, ReplayCache
 from .config import ReplayConfig
 from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
-from .models.backbone import ReplayBackbone, bind, refuse_packed
+from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_packed
 from .models.mamba2 import ReplayMamba2Mixer
 from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
+from .static import StaticReplayCache
 from .versions import warn_outside_tested_range
 
 
@@ -82,11 +87,21 @@ def disable(model: torch.nn.Module | None = None) -> torch.nn.Module | None:
     if model is None:
         _disable_later_models()
         return None
+    release(model)
     for module in model.modules():
         for name in ("_replay_config", "_replay_signature"):
             module.__dict__.pop(name, None)
         restore_class(module)
     return model
+
+
+def release(model: torch.nn.Module) -> None:
+    """
+    Frees the static cache, with its graphs, that `generate(cache_implementation="replayssm_static")` and
+    `speculative_generate` keep from a call to the next. (`disable` does as well.)
+    """
+    for module in model.modules():
+        _kept.pop(module, None)
 
 
 def is_enabled(model: torch.nn.Module) -> bool:
@@ -141,11 +156,43 @@ def _assert_reached(mixer: torch.nn.Module, name: str) -> None:
         raise AssertionError(f"`{name}` does not reach replay: its forward is {forward}.")
 
 
+# The static cache of a model's last call of `generate`, for the next: a compiled or captured step is bound to its
+# addresses. Lent while a call is running (calls may be nested). Beside the models, so that no copy of one takes it.
+_kept: weakref.WeakKeyDictionary[torch.nn.Module, StaticReplayCache] = weakref.WeakKeyDictionary()
+_lent: weakref.WeakKeyDictionary[torch.nn.Module, list[StaticReplayCache]] = weakref.WeakKeyDictionary()
+
+
+def lend_static_cache(
+    model: PreTrainedModel, settings: ReplayConfig, rows: int, length: int, recording: bool
+) -> StaticReplayCache:
+    """The static cache of the model's last call, emptied, if a call like this can use it; else a new one."""
+    cache = _kept.pop(model, None)
+    if (
+        cache is not None
+        and cache.replay_config == settings
+        and cache.batch_size == rows
+        and cache.max_cache_len >= length
+        and cache.is_laid_out_for_recording == recording
+        and cache.replay_layers[0].device == model.device
+        and cache.replay_layers[0].dtype == activation_dtype(model)
+    ):
+        cache.reset()
+        return cache
+    del cache  # its memory goes before the new one's is taken
+    return StaticReplayCache(config=model.config, max_cache_len=length, replay_config=settings)
+
+
+def keep_static_cache(model: PreTrainedModel, cache: StaticReplayCache) -> None:
+    """Keeps a cache that nobody else has for the model's next call."""
+    if cache.is_allocated:
+        _kept[model] = cache
+
+
 class ReplayGeneration(ReplacedClass):
     """Goes in front of the class of a model that generates. The names are hooks of transformers' `GenerationMixin`."""
 
     _replay_config: ReplayConfig
-    _keeps_signature = ("forward", "prepare_inputs_for_generation")
+    _keeps_signature = ("forward", "prepare_inputs_for_generation", "generate")
 
     # Upstream refuses drafts for models with a state, since it cannot take tokens back. A replay cache can;
     # `_validate_generation_mode` refuses them for the other caches.
@@ -168,11 +215,11 @@ class ReplayGeneration(ReplacedClass):
                 f"`cache_implementation={implementation!r}` moves or quantises keys and values only, and knows nothing "
                 "of a recurrent state. Leave `cache_implementation` out to replay, or use 'dynamic'."
             )
-        if implementation == "replayssm_static":
+        settings = self._replay_settings(generation_config)  # raises for unknown or invalid fields
+        if implementation == "replayssm_static" and settings.capture and generation_config.compile_config is not None:
             raise ValueError(
-                "The static replay cache is not part of this release: use `cache_implementation='replayssm'`."
+                "`capture=True` takes the place of a compiler: leave out `compile_config`, or `capture` to compile."
             )
-        self._replay_settings(generation_config)  # raises for unknown or invalid fields
         if generation_mode == GenerationMode.ASSISTED_GENERATION:
             self._validate_assistant(generation_config, generation_mode_kwargs.get("assistant_model"))
         super()._validate_generation_mode(generation_mode, generation_config, generation_mode_kwargs)
@@ -183,7 +230,7 @@ class ReplayGeneration(ReplacedClass):
                 "`assistant_early_exit` drafts with the model's first layers, which none of these models can run "
                 "alone. Use an `assistant_model` or `prompt_lookup_num_tokens`."
             )
-        if generation_config.cache_implementation not in (None, "replayssm"):
+        if generation_config.cache_implementation not in (None, *REPLAY_IMPLEMENTATIONS):
             raise ValueError(
                 f"Drafts must be taken back, which `cache_implementation={generation_config.cache_implementation!r}` "
                 "cannot do for a recurrent state. Leave it out: replay can."
@@ -210,23 +257,39 @@ class ReplayGeneration(ReplacedClass):
 
     def _replay_settings(self, generation_config: GenerationConfig) -> ReplayConfig | None:
         """The settings of the cache that `generate` makes; None when it makes upstream's."""
-        if generation_config.cache_implementation not in (None, "replayssm"):
+        if generation_config.cache_implementation not in (None, *REPLAY_IMPLEMENTATIONS):
             return None
         given = generation_config.cache_config or {}
         if isinstance(given, ReplayConfig):
             return given
         return getattr(self, "_replay_config", ReplayConfig()).replace(**given)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs):
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
         # Replay is the default cache. Recording is switched for every call: upstream switches it on for assisted
         # generation and never off.
         cache = model_kwargs.get("cache")
         assisted = generation_mode == GenerationMode.ASSISTED_GENERATION
         settings = self._replay_settings(generation_config)
         if cache is None and settings is not None and generation_config.use_cache is not False:
-            model_kwargs["cache"] = cache = ReplayCache(config=self.config, replay_config=settings)
+            if generation_config.cache_implementation == "replayssm_static":
+                rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+                length = max(max_cache_length, generation_config.max_cache_len or 1)
+                cache = lend_static_cache(self, settings, rows, length, recording=assisted)
+                _lent.setdefault(self, []).append(cache)
+            else:
+                cache = ReplayCache(config=self.config, replay_config=settings)
+            model_kwargs["cache"] = cache
         else:
-            super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        if isinstance(cache, StaticReplayCache) and -1 < cache.get_max_length() < max_cache_length:
+            raise ValueError(
+                f"This static cache has room for {cache.max_cache_len} tokens, and the call is for {max_cache_length}. "
+                "Build it with a larger `max_cache_len`, or generate fewer tokens."
+            )
         if isinstance(cache, ReplayCache):
             if not generation_config.is_assistant:  # whose masks are guesses, from drafts that may be pad ids
                 _refuse_right_padding(model_kwargs.get("attention_mask"))
@@ -239,6 +302,74 @@ class ReplayGeneration(ReplacedClass):
                 "Assisted generation needs a cache that can take drafts back: leave `cache` and `use_cache` out, or "
                 "pass a ReplayCache."
             )
+
+    # The static variant.
+
+    def generate(self, *args, **kwargs):
+        # Only to keep the static cache that the call was lent, unless its caller has got it.
+        lent = _lent.setdefault(self, [])
+        before = len(lent)
+        try:
+            output = super().generate(*args, **kwargs)
+            if len(lent) > before and kwargs.get("custom_generate") is None:
+                if getattr(output, "cache", None) is not lent[before]:
+                    keep_static_cache(self, lent[before])
+            return output
+        finally:
+            del lent[before:]
+
+    def create_masks_for_generate(self, config, inputs_embeds, attention_mask, cache, **kwargs):
+        # Upstream makes 4D masks for a cache of fixed size before the forward that it compiles. Ours are made inside,
+        # where the positions are; what is needed from outside is the padding among the new tokens, which a prompt has.
+        if isinstance(cache, StaticReplayCache):
+            if attention_mask is None or not kwargs.get("is_first_iteration"):
+                return None
+            return attention_mask[:, -inputs_embeds.shape[1] :]
+        upstream = getattr(super(), "create_masks_for_generate", create_masks_for_generate)
+        return upstream(config, inputs_embeds, attention_mask, cache, **kwargs)
+
+    def _valid_auto_compile_criteria(self, model_kwargs, generation_config):
+        cache = model_kwargs.get("cache")
+        if isinstance(cache, StaticReplayCache) and cache.replay_config.capture:
+            return not generation_config.disable_compile and capture.available(self)
+        return super()._valid_auto_compile_criteria(model_kwargs, generation_config)
+
+    def get_compiled_call(self, compile_config) -> Callable:
+        # What `generate` calls for decoding steps where `_valid_auto_compile_criteria` holds.
+        compiled_call = super().get_compiled_call
+
+        def call(**inputs):
+            cache = inputs.get("cache")
+            if isinstance(cache, StaticReplayCache) and cache.replay_config.capture:
+                return capture.captured_forward(self, inputs)
+            return compiled_call(compile_config)(**inputs)
+
+        return call
+
+    def _prepare_static_inputs(self, cache: StaticReplayCache, input_ids: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        """What a static cache needs before a forward of `generate`."""
+        new_tokens, first_round = kwargs.get("next_sequence_length"), kwargs.get("is_first_iteration")
+        if isinstance(new_tokens, torch.Tensor):  # computed from `get_seq_length()`, for a prompt
+            kwargs["next_sequence_length"] = new_tokens = int(new_tokens)
+        if cache.record_past:
+            if first_round:
+                new_tokens = None if cache.drafts_begin is None else input_ids.shape[1] - cache.drafts_begin + 1
+            if new_tokens is not None and new_tokens > cache.max_window + 1:
+                raise ValueError(
+                    f"A window of {new_tokens} tokens is more than the {cache.max_window} (`max_window`) that a static "
+                    "cache can take back. Set a larger `max_window`, fewer drafts, or use "
+                    "`cache_implementation='replayssm'`."
+                )
+        position_ids = kwargs.get("position_ids")
+        if position_ids is not None:  # a slice of a chunk has strides that a compiled forward would be bound to
+            kwargs["position_ids"] = position_ids.clone(memory_format=torch.contiguous_format)
+        if not cache.is_allocated:
+            # Before the first forward, which is a compiled one with `prefill_chunk_size`.
+            embeds = kwargs.get("inputs_embeds") if first_round else None
+            inputs = input_ids.to(self.device) if embeds is None else embeds
+            backbone = next(module for module in self.modules() if isinstance(module, ReplayBackbone))
+            key_shape = self._get_static_cache_init_shape() if cache.has_attention else None
+            backbone.allocate(cache, inputs, key_shape)
 
     def _get_candidate_generator(
         self, generation_config, input_ids, inputs_tensor, logits_processor, model_kwargs, *args, **kwargs
@@ -258,6 +389,8 @@ class ReplayGeneration(ReplacedClass):
         drafts = getattr(generator, "num_assistant_tokens", None) or getattr(generator, "num_output_tokens", None)
         cache = model_kwargs["cache"]
         _announce_window(cache, drafts)
+        if isinstance(cache, StaticReplayCache):
+            _bound_drafts(generator, cache)
         cache.drafts_begin = input_ids.shape[1]
         # Upstream's first round feeds all `input_ids` again, also those that a warm cache has seen.
         mask = model_kwargs.get("attention_mask")
@@ -268,7 +401,7 @@ class ReplayGeneration(ReplacedClass):
             )
         columns = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         whole = input_ids if model_kwargs.get("inputs_embeds") is None else model_kwargs["inputs_embeds"]
-        cache.resume_at = cache.get_seq_length() if columns == whole.shape[1] else 0
+        cache.resume_at = int(cache.get_seq_length()) if columns == whole.shape[1] else 0
         if cache.resume_at >= whole.shape[1]:  # here, since drafts would be new tokens later on
             raise _nothing_new(cache)
         wants_states = generation_config.return_dict_in_generate and (
@@ -285,14 +418,16 @@ class ReplayGeneration(ReplacedClass):
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         cache, new_tokens = kwargs.get("cache"), kwargs.get("next_sequence_length")
         first_round = kwargs.get("is_first_iteration")
-        if isinstance(cache, ReplayCache) and cache.record_past:
+        if isinstance(cache, StaticReplayCache):
+            self._prepare_static_inputs(cache, input_ids, kwargs)
+        elif isinstance(cache, ReplayCache) and cache.record_past:
             # How many drafts there are is known here and not to the mixers: tell the cache. (They may be more than were
             # announced: a schedule adds two after a full match, and one token of another tokenizer may be many here.)
             if not first_round:
                 _announce_window(cache, new_tokens)
             elif cache.drafts_begin is not None:
                 _announce_window(cache, input_ids.shape[1] - cache.drafts_begin)
-        if isinstance(cache, ReplayCache) and cache.get_seq_length() > 0:
+        if isinstance(cache, ReplayCache) and not cache.is_fresh:
             if cache.record_past and first_round and cache.resume_at:
                 # See `_get_candidate_generator`: the first round of assisted generation on a warm cache.
                 whole = input_ids if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
@@ -341,6 +476,18 @@ def _nothing_new(cache: ReplayCache) -> ValueError:
 def _announce_window(cache: ReplayCache, drafts: float | None) -> None:
     """Tells the cache how many tokens may wait for a crop. It does not shrink: the crop may still be due."""
     cache.max_window = max(cache.max_window, cache.replay_config.max_window, int(drafts or 0) + WINDOW_MARGIN)
+
+
+def _bound_drafts(generator: Any, cache: StaticReplayCache) -> None:
+    """A schedule that drafts more after every full match goes as far as the cache can take back."""
+    update = generator.update_candidate_strategy
+
+    def update_candidate_strategy(*args, **kwargs):
+        update(*args, **kwargs)
+        if getattr(generator, "num_assistant_tokens", None) is not None:
+            generator.num_assistant_tokens = min(generator.num_assistant_tokens, cache.max_window)
+
+    generator.update_candidate_strategy = update_candidate_strategy
 
 
 # What is patched in transformers itself, at import: two names.

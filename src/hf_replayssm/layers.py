@@ -64,12 +64,12 @@ class InputBuffer:
 
     def in_order(self, first: Rows, count: int) -> tuple[torch.Tensor, ...]:
         """
-        x, B and dt with the `count` slots of each row from slot `first` on as slots 0, 1, ... (others may follow): what
-        the reference ops read. Views, unless rows begin at different slots or these run over the end of the ring.
+        x, B and dt with the `count` slots (at least one) of each row from slot `first` on as slots 0, 1, ...: what the
+        reference ops read. Views, unless rows begin at different slots or these run over the end of the ring.
         """
-        if first.same == 0:
-            return self.tensors()
         count = max(count, 1)  # the ops find a slot to gather from, should all rows be empty
+        if first.same == 0 and count >= self.capacity:
+            return self.tensors()
         if first.same is not None:
             begin = first.same % self.capacity
             if begin + count <= self.capacity:
@@ -125,7 +125,15 @@ class ReplayLayer(LinearAttentionLayer):
         self.device = self.dtype = None
 
     # What the mixer calls for every segment of a forward: `decode`, where the Triton kernels do all of it; else
-    # `convolve`, and then `step`, or `append` and `flush`, or, for a scan, `state_before_scan` and `flush_to`.
+    # `convolve`, and then `step` (kernels) or `replay` (PyTorch), or, for a scan, `state_before_scan` and `flush_to`.
+
+    def decay_rates(self, A_log: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A (h,) in `dtype`, the dtype of sums, from the mixer's `A_log` (h,)."""
+        return -A_log.to(dtype).exp()
+
+    def _kernel_positions(self, segment: Segment, device: torch.device) -> torch.Tensor:
+        """(5, b) int32 on `device`: where this layer's rows stand before the segment."""
+        return segment.kernel_positions(device)
 
     def uses_kernels(self, activations: torch.Tensor) -> bool:
         """Whether the Triton kernels serve `activations` on their device, and what the layer already holds."""
@@ -155,7 +163,7 @@ class ReplayLayer(LinearAttentionLayer):
         """
         self._reserve_conv(xBC, weight.shape[1])
         self._reserve_state(xBC, heads, groups, A)
-        positions, buffers = segment.kernel_positions(xBC.device), self.inputs.tensors()
+        positions, buffers = self._kernel_positions(segment, xBC.device), self.inputs.tensors()
         xBC = xBC.to(self.conv_inputs.dtype)  # that of the first forward; autocast may give another one later
         conv = self.conv_inputs, weight, bias
         return mamba2.decode_triton(
@@ -175,7 +183,7 @@ class ReplayLayer(LinearAttentionLayer):
     ) -> torch.Tensor:
         """[`decode`] behind `convolve`: x (b, t, h, p), B and C (b, t, g, n), raw dt -> (b, t, h, p)."""
         self._reserve_state(x, x.shape[2:], B.shape[2:], A)
-        positions, buffers = segment.kernel_positions(x.device), self.inputs.tensors()
+        positions, buffers = self._kernel_positions(segment, x.device), self.inputs.tensors()
         x, B, C = (tensor.to(self.inputs.x.dtype) for tensor in (x, B, C))  # see `decode`
         return mamba2.step_triton(positions, x, B, C, dt, buffers, A, D, self.checkpoint, **dt_rule)
 
@@ -204,6 +212,33 @@ class ReplayLayer(LinearAttentionLayer):
         self._record_conv(inputs, segment)
         return out
 
+    def replay(
+        self,
+        x: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        D: torch.Tensor,
+        segment: Segment,
+    ) -> torch.Tensor:
+        """[`step`] as PyTorch ops: append, output and flush; dt is final. Returns (b, t, h, p)."""
+        self.append(x, B, dt, A, segment)
+        first, start, end = segment.behind_fold
+        inputs, device = self.inputs.in_order(first, end.max), x.device
+        if segment.num_tokens == 1 and segment.fold_last is not None and segment.fold_last.same is not None:
+            # All rows flush at this token: its state is needed anyway, and gives the output as well.
+            state = mamba2.fold(*inputs, A, self.checkpoint, end.on(device))
+            self.flush_to(state, segment)
+            return mamba2.read_out(C, x, D, state)
+        operands = (C, *inputs, A, D, self.checkpoint)
+        if segment.order is None and start.same is not None:
+            y = mamba2.replay(*operands, start.same, end.same)
+        else:
+            y = mamba2.replay(*operands, start.tensor(device), end.tensor(device))
+        self.flush(segment)
+        return y
+
     def append(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, segment: Segment) -> None:
         """Folds what the segment says must go first, and buffers its tokens: x (b, t, h, p), B (b, t, g, n), dt."""
         self._reserve_state(x, x.shape[2:], B.shape[2:], A)
@@ -228,7 +263,7 @@ class ReplayLayer(LinearAttentionLayer):
         if not segment.seen:
             return None
         if self.uses_kernels(x):
-            positions = segment.kernel_positions(x.device)
+            positions = self._kernel_positions(segment, x.device)
             return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
         return self._fold(segment.first, segment.start)
 

@@ -18,6 +18,7 @@ Between rounds the target's cache has seen all tokens of a row but the newest, t
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -42,9 +43,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.utils import ModelOutput
 
 from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
+from .config import ReplayConfig
 from .families import FAMILIES, signature, supported_families
-from .integration import is_enabled
+from .integration import REPLAY_IMPLEMENTATIONS, is_enabled, keep_static_cache, lend_static_cache
 from .positions import upload
+from .static import StaticReplayCache
 
 
 NUM_ASSISTANT_TOKENS = 5
@@ -71,7 +74,7 @@ NOT_SERVED: dict[str, tuple[Any, ...]] = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
     "use_cache": (None, True),
-    "cache_implementation": (None, "replayssm"),
+    "cache_implementation": (None, *REPLAY_IMPLEMENTATIONS),
 }
 
 # Processors that look at the scores of a token alone, not at the tokens before it: one call serves a whole window.
@@ -283,10 +286,9 @@ def speculative_generate(
         device=ids.device,
         model_kwargs={"attention_mask": None if mask is None else mask.to(ids.device)},
     )
-    rows_may_leave = cache is None
+    given = cache is not None
     if cache is None:
-        settings = model._replay_settings(config).replace(max_window=drafts + 1)
-        cache = ReplayCache(config=model.config, replay_config=settings)
+        cache = _new_cache(model, model._replay_settings(config), config, drafts, len(ids))
     else:
         _check_cache(cache, model, ids, mask)
     if assistant_model is not None:
@@ -294,9 +296,10 @@ def speculative_generate(
 
     cache.max_window = max(cache.max_window, drafts + 1)
     recorded = cache.record_past
+    draft = None if assistant_model is None else _draft_decoder(assistant_model, config, drafts, ids)
     speculation = _Speculation(
-        target=_ReplayDecoder(model, cache, ids.device),
-        draft=None if assistant_model is None else _draft_decoder(assistant_model, drafts, ids.device),
+        target=_ReplayDecoder(model, cache, config, ids.device),
+        draft=draft,
         ids=ids,
         mask=mask,
         config=config,
@@ -304,12 +307,16 @@ def speculative_generate(
         processors=processors,
         criteria=criteria,
         streamer=streamer,
-        rows_may_leave=rows_may_leave,
+        rows_may_leave=not given,
     )
     try:
         sequences, statistics = speculation.run()
     finally:
         cache.record_past = recorded
+    if isinstance(cache, StaticReplayCache) and not given and not config.return_dict_in_generate:
+        keep_static_cache(model, cache)
+    if draft is not None and isinstance(draft.cache, StaticReplayCache):
+        keep_static_cache(assistant_model, draft.cache)
     sequences = sequences.to(input_ids.device)
     return SpeculativeOutput(sequences, statistics, cache) if config.return_dict_in_generate else sequences
 
@@ -431,9 +438,14 @@ class PromptLookup:
 class _ReplayDecoder:
     """A model of a supported family and the ReplayCache that it decodes through."""
 
-    def __init__(self, model: PreTrainedModel, cache: Any, device: torch.device):
+    def __init__(self, model: PreTrainedModel, cache: Any, config: GenerationConfig, device: torch.device):
         self.model, self.cache, self.device = model, cache, device
         self.forwards = 0
+        self.is_static = isinstance(cache, StaticReplayCache)
+        # As `generate` does it: a static cache's forwards are compiled or captured where they can be, but for prompts.
+        self._decode: Any = model
+        if self.is_static and model._valid_auto_compile_criteria({"cache": cache}, config):
+            self._decode = model.get_compiled_call(config.compile_config)
         self._keeps_last = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
 
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, chunk: int | None) -> None:
@@ -441,16 +453,23 @@ class _ReplayDecoder:
         chunk = chunk or ids.shape[1]
         for start in range(0, ids.shape[1], chunk):
             columns = slice(start, start + chunk)
-            self.forward(ids[:, columns], None if mask is None else mask[:, columns], last_only=True)
+            self.forward(ids[:, columns], None if mask is None else mask[:, columns], last_only=True, call=self.model)
 
     def start_recording(self) -> None:
         """From here on tokens are rolled back."""
         self.cache.record_past = True
 
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None, last_only: bool = False) -> torch.Tensor:
-        """New tokens (b, t), and which of them are no padding (CPU) -> logits (b, t or 1, vocab) float32."""
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor | None = None, last_only: bool = False, call: Any = None
+    ) -> torch.Tensor:
+        """
+        New tokens (b, t), and which of them are no padding (CPU) -> logits (b, t or 1, vocab) float32; `call` runs the
+        model.
+        """
         inputs = self._inputs(ids.shape, mask) | (self._keeps_last if last_only else {})
-        output = self.model(input_ids=ids.to(self.model.device), cache=self.cache, use_cache=True, **inputs)
+        if call is None:
+            call = self._decode if mask is None and not (self.is_static and self.cache.is_fresh) else self.model
+        output = call(input_ids=ids.to(self.model.device), cache=self.cache, use_cache=True, **inputs)
         self.forwards += 1
         logits = output.logits[:, -1:] if last_only else output.logits
         return logits.to(self.device, torch.float32)
@@ -461,7 +480,8 @@ class _ReplayDecoder:
 
     def crop(self, counts: torch.Tensor) -> None:
         """Drops each row's newest -counts (b,) columns."""
-        self.cache.crop(counts)
+        # A static cache on another device takes them there, and nobody waits for it.
+        self.cache.crop(upload(counts, self.cache.seen.device) if self.is_static else counts)
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.cache.batch_select_indices(index)
@@ -473,9 +493,9 @@ class _AttentionDecoder(_ReplayDecoder):
     and values of each row are moved to the right end: to the model it is a batch padded on the left like any other.
     """
 
-    def __init__(self, model: PreTrainedModel, device: torch.device):
+    def __init__(self, model: PreTrainedModel, config: GenerationConfig, device: torch.device):
         # Without a config every layer keeps all columns. The model masks what a sliding window does not see.
-        super().__init__(model, DynamicCache(), device)
+        super().__init__(model, DynamicCache(), config, device)
         self.columns = 0
         self.mask: torch.Tensor | None = None  # (b, columns) int64, on the model's device: which are tokens; None: all
         self.holes: torch.Tensor | None = None  # (b,) CPU: columns on the left that are there for longer rows
@@ -536,11 +556,25 @@ class _AttentionDecoder(_ReplayDecoder):
         self.cache.batch_select_indices(index)
 
 
-def _draft_decoder(model: PreTrainedModel, drafts: int, device: torch.device) -> _ReplayDecoder:
-    if is_enabled(model):
-        settings = model._replay_config.replace(max_window=drafts + 1)
-        return _ReplayDecoder(model, ReplayCache(config=model.config, replay_config=settings), device)
-    return _AttentionDecoder(model, device)
+def _new_cache(
+    model: PreTrainedModel, settings: ReplayConfig, config: GenerationConfig, drafts: int, rows: int
+) -> ReplayCache:
+    settings = settings.replace(max_window=drafts + 1)
+    if config.cache_implementation != "replayssm_static":
+        return ReplayCache(config=model.config, replay_config=settings)
+    length = max(config.max_length - 1, config.max_cache_len or 1)
+    cache = lend_static_cache(model, settings, rows, length, recording=True)
+    cache.record_past = True  # from the start: its memory is laid out once
+    return cache
+
+
+def _draft_decoder(model: PreTrainedModel, config: GenerationConfig, drafts: int, ids: torch.Tensor) -> _ReplayDecoder:
+    if not is_enabled(model):
+        return _AttentionDecoder(model, config, ids.device)
+    cache_config = config.cache_config or {}
+    captures = cache_config.capture if isinstance(cache_config, ReplayConfig) else cache_config.get("capture")
+    settings = model._replay_config if captures is None else model._replay_config.replace(capture=captures)
+    return _ReplayDecoder(model, _new_cache(model, settings, config, drafts, len(ids)), config, ids.device)
 
 
 # The loop.
@@ -568,7 +602,9 @@ class _Speculation:
         self.target, self.draft, self.config = target, draft, config
         self.drafts, self.processors, self.criteria, self.streamer = drafts, processors, criteria, streamer
         self.memoryless = all(type(processor) in MEMORYLESS for processor in processors)
-        self.rows_may_leave = rows_may_leave
+        # A static cache keeps its rows and its windows as they are, for which its forwards are compiled.
+        self.fixed = target.is_static
+        self.rows_may_leave = rows_may_leave and not self.fixed
         self.device, self.mask = ids.device, mask
         batch, self.prompt = ids.shape
         # The last column takes drafts that have no room, so that a window has the same width for every row.
@@ -595,16 +631,20 @@ class _Speculation:
         self._prefill(self.target, self.prompt - 1)
         if self.draft is not None:
             self._prefill(self.draft, self.prompt - 2)
-        while not bool(self.finished.all()):
-            self._round()
-            self._let_rows_leave()
+        with contextlib.ExitStack() as stack:
+            for decoder in (self.target, self.draft):
+                if decoder is not None:  # as `generate` does it: mixtures of experts
+                    stack.enter_context(decoder.model._optimize_model_for_decode())
+            while not bool(self.finished.all()):
+                self._round()
+                self._let_rows_leave()
         if self.streamer is not None:
             self.streamer.end()
         return self._padded(), self._statistics(time.perf_counter() - begin)
 
     def _prefill(self, decoder: _ReplayDecoder, columns: int) -> None:
         """The prompt's first `columns`, of which the cache may have seen some."""
-        seen = decoder.cache.get_seq_length()
+        seen = int(decoder.cache.get_seq_length())
         if columns > seen:
             mask = None if self.mask is None else self.mask[:, seen:columns]
             ids = upload(self.sequences[:, seen:columns], self.device)
@@ -615,7 +655,7 @@ class _Speculation:
         begin = self.lengths[self.rows]  # (b,) where each row's next token goes
         room = self.config.max_length - begin
         unfinished = ~self.finished[self.rows]
-        k = min(self.drafts, int(room[unfinished].max()) - 1)
+        k = self.drafts if self.fixed else min(self.drafts, int(room[unfinished].max()) - 1)
 
         # Draft. Verify: the newest token and the drafts.
         window, available, proposal = self._draft(k, begin, room, unfinished)
@@ -675,7 +715,8 @@ class _Speculation:
                 self.lookups[row].drafts(k) if wanted else []
                 for row, wanted in zip(self.rows.tolist(), unfinished.tolist())
             ]
-        k = max(len(tokens) for tokens in found)  # no columns for drafts that no row has
+        if not self.fixed:
+            k = max(len(tokens) for tokens in found)  # no columns for drafts that no row has
         drafts = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found]).view(len(found), k)
         available = torch.tensor([[len(tokens)] for tokens in found]).minimum(room)
         newest = self.sequences[rows, begin[:, None] - 1]
@@ -768,7 +809,7 @@ class _Speculation:
         self.accepted_per_row[self.rows] += accepted
         self.drafted_per_round.append(int(drafted.sum()))
         self.accepted_per_round.append(int(accepted.sum()))
-        if self.draft is not None and self.config.num_assistant_tokens_schedule != "constant":
+        if self.draft is not None and not self.fixed and self.config.num_assistant_tokens_schedule != "constant":
             full = (accepted == drafted)[unfinished].float().mean() >= 0.5
             self.drafts = self.drafts + 2 if full else max(1, self.drafts - 1)
 
@@ -975,14 +1016,17 @@ def _check_cache(cache: ReplayCache, model: PreTrainedModel, ids: torch.Tensor, 
             f"This cache holds a batch of {cache.batch_size}, and the call is for {len(ids)} rows: move its rows with "
             "`batch_repeat_interleave` or `batch_select_indices`, or leave `cache` out."
         )
-    seen = cache.get_seq_length()
+    seen = int(cache.get_seq_length())
     if seen >= ids.shape[1]:
         raise ValueError(
             f"The cache has seen {seen} columns, which leaves no new token of the {ids.shape[1]} in `input_ids` (pass "
             "those that the cache has seen too). Add to the prompt, or take the last token back (`cache.crop(-1)`)."
         )
-    known = cache.padding_mask()
     told = None if mask is None or bool(mask[:, :seen].all()) else mask[:, :seen]
+    known = cache.padding_mask()
+    if isinstance(cache, StaticReplayCache) and seen:  # it knows how many tokens a row has, and padding is on the left
+        known = torch.arange(seen) >= seen - cache.lengths.cpu()[:, None]
+        known = None if bool(known.all()) else known
     if (known is None) != (told is None) or (known is not None and not torch.equal(known, told)):
         raise ValueError(
             "The cache's padding is not that of `attention_mask`: pad `input_ids` on the left so that the rows are as "

@@ -7,17 +7,20 @@ new tokens are padding, and, after rows were cropped to lengths of their own, wh
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
 import torch
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.utils.generic import is_flash_attention_requested
 
 from ..cache import ReplayCache
 from ..families import Signature
 from ..layers import attention_part
 from ..ops import backend
 from ..positions import upload
+from ..static import StaticForward, StaticReplayCache
+from .mamba2 import ReplayMamba2Mixer
 from .replaced import ReplacedClass
 
 
@@ -42,24 +45,34 @@ class ReplayBackbone(ReplacedClass):
 
     def forward(self, *args, **kwargs):
         arguments = bind(self, args, kwargs)
-        if isinstance(arguments.get("cache"), ReplayCache):
-            return self._replay_forward(arguments)
-        return super().forward(*args, **kwargs)
-
-    # The plain variant decides on the host, which a compiler would only freeze or break on.
-    @torch.compiler.disable
-    def _replay_forward(self, arguments: dict[str, Any]):
-        cache: ReplayCache = arguments["cache"]
+        cache = arguments.get("cache")
+        if not isinstance(cache, ReplayCache):
+            return super().forward(*args, **kwargs)
         inputs = arguments.get("input_ids")
         inputs = arguments.get("inputs_embeds") if inputs is None else inputs
         if inputs is None:
             return super().forward(**arguments)  # upstream's own error
+        if isinstance(cache, StaticReplayCache):
+            return self._replay_forward(cache, arguments, inputs)
+        return self._uncompiled_forward(cache, arguments, inputs)
+
+    # The plain variant decides on the host, which a compiler would only freeze or break on.
+    @torch.compiler.disable
+    def _uncompiled_forward(self, cache: ReplayCache, arguments: dict[str, Any], inputs: torch.Tensor):
+        return self._replay_forward(cache, arguments, inputs)
+
+    def _replay_forward(self, cache: ReplayCache, arguments: dict[str, Any], inputs: torch.Tensor):
         batch, tokens = inputs.shape[:2]
         mask = new_tokens_mask(arguments.get("attention_mask"), batch, tokens)
         self._check(cache, arguments, inputs, mask)
+        if isinstance(cache, StaticReplayCache) and not cache.is_allocated:
+            self.allocate(cache, inputs)
         cache.begin_forward(tokens, batch, mask)
         try:
-            self._fill_in(cache, arguments, inputs, tokens, mask)
+            if isinstance(cache, StaticReplayCache):
+                self._fill_in_static(cache, arguments, inputs)
+            else:
+                self._fill_in(cache, arguments, inputs, tokens, mask)
             outputs = super().forward(**arguments)
             cache.end_forward()
         except BaseException:
@@ -76,7 +89,7 @@ class ReplayBackbone(ReplacedClass):
     ) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
         tokens = inputs.shape[1]
-        if cache.signature != self._replay_signature:
+        if cache.signature.text != self._replay_signature.text:
             raise ValueError(
                 f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
                 f"({self._replay_signature}). Build it with `ReplayCache(config=model.config)`."
@@ -86,12 +99,13 @@ class ReplayBackbone(ReplacedClass):
                 "Training through a ReplayCache is not possible: its buffers carry no gradients. Train without a cache "
                 "(`use_cache=False`), or call `model.eval()`."
             )
-        config = cache.replay_config
-        dtype = inputs.dtype if inputs.is_floating_point() else self.dtype
-        backend.resolve(config.backend, inputs.device, (dtype, config.checkpoint_dtype))  # raises if it cannot be had
+        if not (isinstance(cache, StaticReplayCache) and cache.is_allocated):
+            config = cache.replay_config
+            dtype = inputs.dtype if inputs.is_floating_point() else self.dtype
+            backend.resolve(config.backend, inputs.device, (dtype, config.checkpoint_dtype))  # raises if not available
         refuse_packed(arguments)
         position_ids = arguments.get("position_ids")
-        if cache.get_seq_length() == 0 and tokens > 1 and position_ids is not None:
+        if cache.is_fresh and tokens > 1 and position_ids is not None and not torch.compiler.is_compiling():
             # Positions that start anew in a row. (Under padding they may be anything.)
             restarts = position_ids[..., -tokens:].diff(dim=-1) < 0
             if mask is not None:
@@ -127,7 +141,7 @@ class ReplayBackbone(ReplacedClass):
                 new = all_real[:, past:] if mask is None else mask.to(inputs.device)
                 arguments["attention_mask"] = torch.cat([seen, new], dim=1).long()
 
-        if "position_ids" in parameters(self) and arguments.get("position_ids") is None:
+        if "position_ids" in self._forward_parameters and arguments.get("position_ids") is None:
             # Bamba would start at 0 again; and rows cropped to lengths of their own go on from their own.
             after = cache.forward_in_progress.after
             if after.mask is None:
@@ -135,6 +149,95 @@ class ReplayBackbone(ReplacedClass):
             else:
                 position_ids = (after.mask.long().cumsum(1)[:, past:] - 1).clamp(min=0)
             arguments["position_ids"] = upload(position_ids, inputs.device)
+
+    # The static variant.
+
+    def allocate(
+        self,
+        cache: StaticReplayCache,
+        inputs: torch.Tensor,
+        key_shape: tuple[int | list[int], int | list[int]] | None = None,
+    ) -> None:
+        """Lays `cache` out for this model and the batch of `inputs`; see [`StaticReplayCache.allocate`]."""
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "A static replay cache has no memory before its first forward, and a compiled forward cannot lay it "
+                "out. Run the first one (the prefill) without `torch.compile`, or call `cache.allocate(...)` before."
+            )
+        devices = {}
+        for module in self.modules():
+            if isinstance(module, ReplayMamba2Mixer):
+                device = module.A_log.device
+                devices[module.layer_idx] = inputs.device if device.type == "meta" else device
+        cache.allocate(inputs.shape[0], activation_dtype(self), devices, key_shape)
+
+    def _fill_in_static(self, cache: StaticReplayCache, arguments: dict[str, Any], inputs: torch.Tensor) -> None:
+        """
+        The attention mask and, when they were left out, the position ids, both from the numbers of the tokens: a mask
+        that was given says which of the new columns are padding, and of the past the cache knows.
+        """
+        forward = cache.forward_in_progress
+        if "position_ids" in self._forward_parameters and arguments.get("position_ids") is None:
+            arguments["position_ids"] = forward.numbers.clamp(min=0).to(inputs.device)
+        arguments["attention_mask"] = None
+        if cache.has_attention:
+            mask = self._static_mask(cache, forward, inputs)
+            arguments["attention_mask"] = {"full_attention": mask, "linear_attention": None}
+
+    def _static_mask(self, cache: StaticReplayCache, forward: StaticForward, inputs: torch.Tensor) -> Any:
+        """What the attention implementation takes for a mask, over what `StaticAttentionLayer.update` returns."""
+        implementation = self.config._attn_implementation
+        if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
+            return None  # as upstream: an implementation of its own that needs none
+        device, (batch, tokens) = inputs.device, inputs.shape[:2]
+        numbers = forward.numbers.clamp(min=0).to(device)
+        real = None if forward.real is None else forward.real.to(device)
+        padding, front = None, cache.front_slots
+        slots = tokens if forward.fresh else cache.key_slots
+        if is_flash_attention_requested(self.config):
+            # It takes which keys there are, and lets the new tokens be the last of them.
+            if forward.fresh:
+                padding = real
+            else:
+                newest, slot = numbers[:, -1:], torch.arange(slots, device=device)
+                forward.aligned_right = tokens > 1
+                if forward.aligned_right:
+                    padding = slot >= slots - 1 - newest
+                else:
+                    padding = (slot >= front) & (slot <= front + newest)
+            if forward.aligned_right and real is not None:
+                raise ValueError(
+                    "FlashAttention takes no padding among later tokens of a static cache: pad the first forward only, "
+                    "or load the model with `attn_implementation='sdpa'`."
+                )
+            visible = causal_mask_function
+        elif not forward.fresh:
+            visible = lambda b, h, q, k: (k >= front) & (k <= front + numbers[b, q])  # noqa: E731
+        elif real is None:
+            visible = causal_mask_function
+        else:
+            # Padding sees itself, so that its output is a number.
+            visible = lambda b, h, q, k: (k <= q) & real[b, k] | (k == q)  # noqa: E731
+        return ALL_MASK_ATTENTION_FUNCTIONS[implementation](
+            batch_size=batch,
+            q_length=tokens,
+            kv_length=slots,
+            q_offset=0,
+            kv_offset=0,
+            mask_function=visible,
+            attention_mask=padding,
+            allow_is_causal_skip=forward.fresh and real is None,
+            dtype=inputs.dtype if inputs.is_floating_point() else self.dtype,
+            config=self.config,
+            use_vmap=False,
+            device=device,
+        )
+
+
+def activation_dtype(model: Any) -> torch.dtype:
+    """The dtype that leaves the model's projections."""
+    kind = model.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else model.dtype
 
 
 def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tensor | None:
@@ -159,21 +262,12 @@ def new_tokens_mask(attention_mask: Any, batch: int, tokens: int) -> torch.Tenso
     return attention_mask[:, -tokens:].bool()
 
 
-@functools.cache
-def _signature(cls: type) -> inspect.Signature:
-    return inspect.signature(cls.forward)
-
-
-def parameters(module: ReplacedClass) -> Any:
-    """The parameters of upstream's forward."""
-    return _signature(module._replaced_class).parameters
-
-
 def bind(module: ReplacedClass, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with a ReplayCache under `cache` whichever of its old names it came under."""
-    arguments = dict(_signature(module._replaced_class).bind_partial(module, *args).arguments)
-    arguments.pop("self", None)
-    arguments.update(kwargs)
+    names = module._forward_parameters[: len(args)]
+    if len(names) < len(args) or any(name in kwargs for name in names):
+        inspect.signature(module._replaced_class.forward).bind_partial(module, *args, **kwargs)  # raises TypeError
+    arguments = dict(zip(names, args)) | kwargs
     for old_name in ("past_key_values", "cache_params"):
         # Some models swallow an unknown keyword and make a cache of their own.
         if isinstance(arguments.get(old_name), ReplayCache):

@@ -40,7 +40,7 @@ class ReplayMamba2Mixer(ReplacedClass):
         layer: ReplayLayer = cache.layers[self.layer_idx]
         gate, xBC, dt = self._project(hidden_states)
 
-        A = -self.A_log.to(mamba2.accumulate_dtype(dt)).exp()
+        A = layer.decay_rates(self.A_log, mamba2.accumulate_dtype(dt))
 
         # Everything between the projections is float32 or as the activations are, also under autocast.
         with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
@@ -92,8 +92,11 @@ class ReplayMamba2Mixer(ReplacedClass):
                 A,
                 B,
                 C,
-                # No larger than needed: the scan of the PyTorch path pads to whole chunks.
-                chunk_size=min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
+                # No larger than needed: the scan of the PyTorch path pads to whole chunks. (Compiled, the number of
+                # tokens may stand for any.)
+                chunk_size=self.chunk_size
+                if torch.compiler.is_compiling()
+                else min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
                 D=self.D,
                 initial_states=layer.state_before_scan(x, B, A, segment),
                 return_final_states=True,
@@ -104,21 +107,7 @@ class ReplayMamba2Mixer(ReplacedClass):
         if kernels:
             return layer.step(x, B, C, dt, A, self.D, segment, **dt_rule)
 
-        layer.append(x, B, dt, A, segment)
-        first, start, end = segment.behind_fold
-        inputs, device = layer.inputs.in_order(first, end.max), x.device
-        if tokens == 1 and segment.fold_last is not None and segment.fold_last.same is not None:
-            # All rows flush at this token: its state is needed anyway, and gives the output as well.
-            state = mamba2.fold(*inputs, A, layer.checkpoint, end.on(device))
-            layer.flush_to(state, segment)
-            return mamba2.read_out(C, x, self.D, state)
-        operands = (C, *inputs, A, self.D, layer.checkpoint)
-        if segment.order is None and start.same is not None:
-            y = mamba2.replay(*operands, start.same, end.same)
-        else:
-            y = mamba2.replay(*operands, start.tensor(device), end.tensor(device))
-        layer.flush(segment)
-        return y
+        return layer.replay(x, B, C, dt, A, self.D, segment)
 
     # Where the families differ.
 

@@ -8,6 +8,7 @@ writes the same architecture, `isinstance` holds, and it pickles by naming the t
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
@@ -19,6 +20,7 @@ class ReplacedClass:
 
     _replaced_class: type  # upstream's
     _mixin: type
+    _forward_parameters: tuple[str, ...]  # names of the parameters of upstream's forward, in order
     _keeps_signature: tuple[str, ...] = ()  # methods whose parameters transformers looks at to see what a model takes
 
     def __reduce_ex__(self, protocol: int):
@@ -41,6 +43,7 @@ def replacement(mixin: type[ReplacedClass], upstream: type) -> type:
         "__doc__": upstream.__doc__,
         "_replaced_class": upstream,
         "_mixin": mixin,
+        "_forward_parameters": tuple(inspect.signature(upstream.forward).parameters)[1:],
     }
     for name in mixin._keeps_signature:
         namespace[name] = _with_signature_of(getattr(upstream, name), mixin.__dict__[name])
@@ -52,6 +55,8 @@ def _with_signature_of(upstream, method):
     def wrapped(self, *args, **kwargs):
         return method(self, *args, **kwargs)
 
+    # Compilers count what they compiled, up to a limit, for each code object: every class has one of its own.
+    wrapped.__code__ = wrapped.__code__.replace(co_name=upstream.__qualname__)
     return wrapped
 
 

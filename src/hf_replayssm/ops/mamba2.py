@@ -54,7 +54,7 @@ def replay(
 
     Args:
         C (b, t, g, n): of the new tokens.
-        x (b, h, s, p), B (b, g, s, n), dt (b, h, s): the buffer. The new tokens are already in it.
+        x (b, h, s, p), B (b, g, s, n), dt (b, h, s): the buffer, s >= 1. The new tokens are already in it.
         A (h,), D (h,): per head; A is negative.
         checkpoint (b, h, p, n): the state before slot 0.
         start: the slot of the first new token, an integer for all rows or a (b,) tensor; token i is in slot start + i.
@@ -68,7 +68,7 @@ def replay(
     heads, head_dim = x.shape[1], x.shape[3]
     ragged = isinstance(start, torch.Tensor)
 
-    slots = max(1, int(end.max())) if ragged else end  # a slot to gather from, should all rows be empty
+    slots = x.shape[2] if ragged else end
     x, B, dt = x[:, :, :slots].to(dtype), B[:, :, :slots].to(dtype), dt[:, :, :slots].to(dtype)
     C, A = C.to(dtype).transpose(1, 2), A.to(dtype)  # (b, g, t, n)
     if ragged:
@@ -121,7 +121,7 @@ def fold(
     Returns: (b, h, p, n), in the accumulation dtype.
     """
     dtype = accumulate_dtype(x, checkpoint)
-    slots = int(count.max()) if isinstance(count, torch.Tensor) else count
+    slots = x.shape[2] if isinstance(count, torch.Tensor) else count  # (a tensor is not read on the host)
     checkpoint, A = checkpoint.to(dtype), A.to(dtype)
     if slots == 0:
         return checkpoint

@@ -1,0 +1,197 @@
+"""
+Decoding steps as CUDA graphs, without a compiler: the eager forward of a few tokens is recorded once and replayed.
+
+A forward through a [`StaticReplayCache`] reads nothing back to the host and its tensors do not move, so what it
+launches is the same at every step. The first forwards of a shape run as they are and warm up what is made at a first
+call (kernels, workspaces); the next one is recorded, which runs nothing, and from then on a step copies its inputs and
+replays. There is one graph for each shape of inputs, that is for a batch and a number of tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from transformers.utils import ModelOutput
+
+from .static import StaticReplayCache
+
+
+WARM_UPS = 2  # forwards of a shape before it is recorded; each is a step that counts
+MAX_GRAPHS = 32  # of one cache: a window of every length up to the default `max_window`, and the step
+
+
+class Recorder(Protocol):
+    """How forwards are recorded."""
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        """Runs `function` where it will be recorded, and returns what it returns."""
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        """Records what `function` launches, without running it. Returns what runs it, to the same tensors each time."""
+
+
+class CudaGraphs:
+    """Records CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, function: Callable[[], Any]) -> Any:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            outputs = function()
+        current.wait_stream(self.stream)
+        return outputs
+
+    def record(self, function: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+            outputs = function()
+
+        def replay() -> Any:
+            graph.replay()
+            return outputs
+
+        return replay
+
+
+# What records, by type of device.
+RECORDERS: dict[str, Callable[[torch.device], Recorder]] = {"cuda": CudaGraphs}
+
+
+def available(model: torch.nn.Module) -> bool:
+    """Whether the model's steps can be captured; where not, says so once."""
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) == 1 and model.device.type in RECORDERS:
+        return True
+    where = ", ".join(sorted(map(str, devices)))
+    _warn_once(
+        f"`capture=True` records CUDA graphs, which takes a model on one CUDA device; this one is on {where}. Its "
+        "steps run eagerly. Leave `capture` out, and `generate` compiles where it can."
+    )
+    return False
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+class _Captured:
+    """One shape of inputs."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.replay: Callable[[], Any] | None = None
+        self.failed = False
+
+
+class CapturedForwards:
+    """
+    The graphs of one cache. Kept in `cache.graphs`; dropped when the cache's tensors have moved.
+
+    Args:
+        recorder ([`Recorder`]): how to record.
+        max_graphs (`int`): shapes that are recorded; forwards of further ones run as they are.
+    """
+
+    def __init__(self, recorder: Recorder, max_graphs: int = MAX_GRAPHS):
+        self.recorder, self.max_graphs = recorder, max_graphs
+        self.captured: dict[Any, _Captured] = {}
+        self.layout: Any = None
+
+    def __call__(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+        """`model(**inputs)`; `inputs["cache"]` is the cache that this belongs to."""
+        cache: StaticReplayCache = inputs["cache"]
+        key = self._key(model, cache, inputs)
+        if key is None:
+            return model(**inputs)
+        layout = cache.layout, id(model), model.get_input_embeddings().weight.data_ptr()
+        if layout != self.layout:  # addresses have changed
+            self.captured.clear()
+            self.layout = layout
+        if key not in self.captured and len(self.captured) >= self.max_graphs:
+            _warn_once(
+                f"{self.max_graphs} shapes of inputs are captured already; a forward of another one runs eagerly. Use "
+                "batches and windows of fewer sizes."
+            )
+            return model(**inputs)
+        captured = self.captured.setdefault(key, _Captured())
+        captured.forwards += 1
+        if captured.failed:
+            return model(**inputs)
+        if captured.forwards <= WARM_UPS:
+            return self.recorder.warm_up(lambda: model(**inputs))
+        if captured.replay is None and not self._record(captured, model, cache, inputs):
+            return model(**inputs)
+        for name, tensor in captured.inputs.items():
+            tensor.copy_(inputs[name])
+        return _copied(captured.replay())
+
+    def _record(
+        self, captured: _Captured, model: torch.nn.Module, cache: StaticReplayCache, inputs: dict[str, Any]
+    ) -> bool:
+        tensors = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        try:
+            captured.replay = self.recorder.record(lambda: model(**(inputs | tensors)))
+        except Exception as error:
+            # Nothing has run, so the cache is as it was.
+            cache.forward_in_progress, cache.interrupted = None, False
+            captured.failed = True
+            _warn_once(
+                f"The forward of {type(model).__name__} cannot be captured in a CUDA graph and runs eagerly: {error}"
+            )
+            return False
+        captured.inputs = tensors
+        return True
+
+    def _key(self, model: torch.nn.Module, cache: StaticReplayCache, inputs: dict[str, Any]) -> Any:
+        """What tells graphs apart; None for a forward that is not captured."""
+        tokens = next((inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None), None)
+        longest = cache.max_window + 1 if cache.record_past else 1
+        if (
+            tokens is None
+            or tokens.shape[1] > longest
+            or cache.is_fresh
+            or inputs.get("attention_mask") is not None
+            or model.training
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled(tokens.device.type)  # it keeps copies of weights, which a graph would lose
+        ):
+            return None
+        key: list[Any] = [cache.record_past, torch.is_inference_mode_enabled()]
+        for name, value in sorted(inputs.items()):
+            if isinstance(value, torch.Tensor):
+                key.append((name, value.shape, value.dtype, value.device))
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                key.append((name, value))
+            elif name != "cache":
+                return None
+        return tuple(key)
+
+
+def _copied(outputs: Any) -> Any:
+    """The outputs with tensors of their own: the next replay overwrites the graph's."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.clone()
+    if isinstance(outputs, ModelOutput):
+        return type(outputs)(**{name: _copied(value) for name, value in outputs.items()})
+    if isinstance(outputs, tuple):
+        return tuple(_copied(value) for value in outputs)
+    return outputs
+
+
+def captured_forward(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
+    """`model(**inputs)` through the graphs of `inputs["cache"]`."""
+    cache: StaticReplayCache = inputs["cache"]
+    if cache.graphs is None:
+        cache.graphs = CapturedForwards(RECORDERS[model.device.type](model.device))
+    return cache.graphs(model, inputs)
