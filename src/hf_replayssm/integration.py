@@ -182,6 +182,15 @@ def lend_static_cache(
     return StaticReplayCache(config=model.config, max_cache_len=length, replay_config=settings)
 
 
+def refuse_short_static_cache(cache: Any, length: int) -> None:
+    """`ValueError` for a static cache with room for fewer than `length` tokens: here, before the device finds out."""
+    if isinstance(cache, StaticReplayCache) and -1 < cache.get_max_length() < length:
+        raise ValueError(
+            f"This static cache has room for {cache.max_cache_len} tokens, and the call is for {length}. Build it with "
+            "a larger `max_cache_len`, or generate fewer tokens."
+        )
+
+
 def keep_static_cache(model: PreTrainedModel, cache: StaticReplayCache) -> None:
     """Keeps a cache that nobody else has for the model's next call."""
     if cache.is_allocated:
@@ -285,11 +294,7 @@ class ReplayGeneration(ReplacedClass):
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        if isinstance(cache, StaticReplayCache) and -1 < cache.get_max_length() < max_cache_length:
-            raise ValueError(
-                f"This static cache has room for {cache.max_cache_len} tokens, and the call is for {max_cache_length}. "
-                "Build it with a larger `max_cache_len`, or generate fewer tokens."
-            )
+        refuse_short_static_cache(cache, max_cache_length)
         if isinstance(cache, ReplayCache):
             if not generation_config.is_assistant:  # whose masks are guesses, from drafts that may be pad ids
                 _refuse_right_padding(model_kwargs.get("attention_mask"))
@@ -480,12 +485,14 @@ def _announce_window(cache: ReplayCache, drafts: float | None) -> None:
 
 def _bound_drafts(generator: Any, cache: StaticReplayCache) -> None:
     """A schedule that drafts more after every full match goes as far as the cache can take back."""
-    update = generator.update_candidate_strategy
+    update, most = type(generator).update_candidate_strategy, cache.max_window
+    generator_ref = weakref.ref(generator)  # it must not own itself: it may own the draft's cache
 
     def update_candidate_strategy(*args, **kwargs):
-        update(*args, **kwargs)
+        generator = generator_ref()
+        update(generator, *args, **kwargs)
         if getattr(generator, "num_assistant_tokens", None) is not None:
-            generator.num_assistant_tokens = min(generator.num_assistant_tokens, cache.max_window)
+            generator.num_assistant_tokens = min(generator.num_assistant_tokens, most)
 
     generator.update_candidate_strategy = update_candidate_strategy
 
