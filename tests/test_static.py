@@ -448,6 +448,16 @@ def test_the_cache_is_kept_for_the_next_call():
     assert model not in integration._kept
 
 
+def test_a_kept_cache_without_attention_has_no_length():
+    model = hf_replayssm.enable(copy_of("mamba2"))
+    model.generate(random_ids(1, 4), max_new_tokens=3, **STATIC)
+    kept, ids = integration._kept[model], random_ids(1, 9)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=30, **STATIC), greedy_without_cache(shared_model("mamba2"), ids, 30)
+    )
+    assert integration._kept[model] is kept and kept.get_max_length() == -1
+
+
 # ------------------------------------------------------------------------------------------------ compiled
 @torch.no_grad()
 def test_one_graph_for_steps_and_one_for_windows(family, model, graphs):
@@ -663,6 +673,10 @@ def test_graphs_are_dropped_when_the_tensors_move(tapes):
         step()
     assert tapes[0].recordings == 2
     made.crop([2, 1])
+    cache.interrupted = True
+    with pytest.raises(ValueError, match="failed half-way"):
+        capture.captured_forward(model, {"input_ids": ids, "cache": cache})
+    cache.interrupted = False
     model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.clone()
     for seed in range(6):
         ids = random_ids(2, 1, seed + 20)

@@ -112,7 +112,7 @@ class CapturedForwards:
         """`model(**inputs)`; `inputs["cache"]` is the cache that this belongs to."""
         cache: StaticReplayCache = inputs["cache"]
         key = self._key(model, cache, inputs)
-        if key is None:
+        if key is None or cache.interrupted:  # which the model refuses, and a graph would not
             return model(**inputs)
         layout = cache.layout, id(model), model.get_input_embeddings().weight.data_ptr()
         if layout != self.layout:  # addresses have changed
@@ -134,8 +134,13 @@ class CapturedForwards:
             return model(**inputs)
         for name, tensor in captured.inputs.items():
             tensor.copy_(inputs[name])
-        # The next replay overwrites the graph's tensors.
-        return _map(captured.replay(), lambda value: cache if value is _CACHE else value.clone())
+
+        def own(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.clone()  # the next replay overwrites the graph's
+            return cache if value is _CACHE else value
+
+        return _map(captured.replay(), own)
 
     def _record(
         self, captured: _Captured, model: torch.nn.Module, cache: StaticReplayCache, inputs: dict[str, Any]

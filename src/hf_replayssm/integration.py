@@ -171,7 +171,7 @@ def lend_static_cache(
         cache is not None
         and cache.replay_config == settings
         and cache.batch_size == rows
-        and cache.max_cache_len >= length
+        and (cache.max_cache_len >= length or not cache.has_attention)
         and cache.is_laid_out_for_recording == recording
         and cache.replay_layers[0].device == model.device
         and cache.replay_layers[0].dtype == activation_dtype(model)
@@ -365,9 +365,9 @@ class ReplayGeneration(ReplacedClass):
                     "cache can take back. Set a larger `max_window`, fewer drafts, or use "
                     "`cache_implementation='replayssm'`."
                 )
-        position_ids = kwargs.get("position_ids")
-        if position_ids is not None:  # a slice of a chunk has strides that a compiled forward would be bound to
-            kwargs["position_ids"] = position_ids.clone(memory_format=torch.contiguous_format)
+        if first_round and kwargs.get("position_ids") is not None:
+            # Those of a chunk are a slice, to whose strides a compiled forward would be bound.
+            kwargs["position_ids"] = kwargs["position_ids"].clone(memory_format=torch.contiguous_format)
         if not cache.is_allocated:
             # Before the first forward, which is a compiled one with `prefill_chunk_size`.
             embeds = kwargs.get("inputs_embeds") if first_round else None
