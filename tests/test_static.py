@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import pickle
+import weakref
 
 import pytest
 import test_properties as properties
@@ -193,7 +196,7 @@ def test_a_larger_window_in_mid_stream(family: str):
     made.append(9)
     assert made.cache.max_croppable == 9
     made.crop([9, 2])
-    made.cache.max_window = 4  # compiled forwards know the larger one
+    made.cache.max_window = 4  # does not shrink
     assert made.cache.max_window == 9
     made.verify()
 
@@ -391,6 +394,27 @@ def test_drafts(family, model, prompt):
     assert lookup.cache.stats.tokens_cropped > 0
 
 
+def test_drafts_of_a_batch_in_a_cache_of_ones_own(family, model):
+    """Padded rows, several turns; the cache comes back as it would have been without drafts."""
+    cache = StaticReplayCache(config=model.config, max_cache_len=60, max_window=6)
+    ids, mask = random_ids(2, 8), torch.ones(2, 8, dtype=torch.long)
+    mask[0, :3] = 0
+    for _ in range(2):
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False)
+        tokens = hf_replayssm.speculative_generate(
+            model, ids, mask, max_new_tokens=12, prompt_lookup_num_tokens=4, cache=cache
+        )
+        assert torch.equal(tokens, expected)
+        assert cache.lengths.tolist() == (mask.sum(1) + 11).tolist() and not cache.record_past
+        ids = torch.cat([tokens, random_ids(2, 2)], 1)
+        mask = torch.cat([mask, torch.ones(2, 14, dtype=torch.long)], 1)
+    if has_attention(model.config):
+        with pytest.raises(ValueError, match="room for 60 tokens"):
+            hf_replayssm.speculative_generate(
+                model, ids, mask, max_new_tokens=30, prompt_lookup_num_tokens=4, cache=cache
+            )
+
+
 def test_a_growing_schedule_stays_within_the_window():
     model = hf_replayssm.enable(copy_of("bamba"), max_window=6)
     draft = hf_replayssm.enable(copy_of("bamba"))  # always right
@@ -422,6 +446,16 @@ def test_the_cache_is_kept_for_the_next_call():
         assert integration._kept[model] is not before
     hf_replayssm.disable(model)
     assert model not in integration._kept
+
+
+def test_a_kept_cache_without_attention_has_no_length():
+    model = hf_replayssm.enable(copy_of("mamba2"))
+    model.generate(random_ids(1, 4), max_new_tokens=3, **STATIC)
+    kept, ids = integration._kept[model], random_ids(1, 9)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=30, **STATIC), greedy_without_cache(shared_model("mamba2"), ids, 30)
+    )
+    assert integration._kept[model] is kept and kept.get_max_length() == -1
 
 
 # ------------------------------------------------------------------------------------------------ compiled
@@ -524,25 +558,32 @@ def test_a_compiled_first_forward(graphs):
 
 
 # ------------------------------------------------------------------------------------------------ captured
+class Tapes(list):
+    """The tapes of a test, and the caches that they may write to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caches: list[StaticReplayCache] = []
+
+    def record_for(self, device) -> Tape:
+        self.append(Tape(lambda: [tensor for cache in self.caches for _, tensor in cache.static_tensors()]))
+        return self[-1]
+
+
 @pytest.fixture
-def tapes(monkeypatch) -> list[Tape]:
+def tapes(monkeypatch) -> Tapes:
     """Tapes stand in for CUDA graphs on the CPU: they freeze the host's decisions as a graph does."""
-    made: list[Tape] = []
-    caches: list[StaticReplayCache] = []
+    made = Tapes()
     init = StaticReplayCache.__init__
 
     def remember(self, *args, **kwargs):
         init(self, *args, **kwargs)
-        caches.append(self)
-
-    def recorder(device) -> Tape:
-        made.append(Tape(lambda: [tensor for cache in caches for _, tensor in cache.static_tensors()]))
-        return made[-1]
+        made.caches.append(self)
 
     monkeypatch.setattr(StaticReplayCache, "__init__", remember)
     # It reads on the CPU alone, where that does not wait for anything.
     monkeypatch.setattr(StaticReplayCache, "_refuse_overflow", lambda self, numbers: None)
-    monkeypatch.setitem(capture.RECORDERS, "cpu", recorder)
+    monkeypatch.setitem(capture.RECORDERS, "cpu", made.record_for)
     yield made
 
 
@@ -632,6 +673,10 @@ def test_graphs_are_dropped_when_the_tensors_move(tapes):
         step()
     assert tapes[0].recordings == 2
     made.crop([2, 1])
+    cache.interrupted = True
+    with pytest.raises(ValueError, match="failed half-way"):
+        capture.captured_forward(model, {"input_ids": ids, "cache": cache})
+    cache.interrupted = False
     model.get_input_embeddings().weight.data = model.get_input_embeddings().weight.clone()
     for seed in range(6):
         ids = random_ids(2, 1, seed + 20)
@@ -680,6 +725,37 @@ def test_no_graphs_on_this_device():
     assert torch.equal(tokens, greedy_without_cache(shared_model("bamba"), ids, 12))
     with pytest.raises(ValueError, match="in place of a compiler|takes the place of a compiler"):
         model.generate(ids, max_new_tokens=12, compile_config=CompileConfig(), **CAPTURED)
+
+
+@torch.no_grad()
+def test_memory_goes_with_the_last_reference(tapes):
+    """Without the garbage collector: two caches of a large batch do not fit side by side."""
+    gc.disable()
+    try:
+        model, ids = hf_replayssm.enable(copy_of("falcon_h1")), random_ids(2, 5)
+        for made in (ReplayCache, functools.partial(StaticReplayCache, max_cache_len=30)):
+            cache = made(config=model.config)
+            model(input_ids=ids, cache=cache)
+            reference = weakref.ref(cache)
+            tapes.caches.clear()
+            del cache
+            assert reference() is None
+        for more in ({}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}):
+            ids = ids[:1] if "prompt_lookup_num_tokens" in more else ids
+            output = model.generate(ids, max_new_tokens=12, return_dict_in_generate=True, **CAPTURED, **more)
+            assert "num_beams" in more or output.cache.graphs.captured
+            reference = weakref.ref(output.cache)
+            tapes.caches.clear()
+            del output
+            assert reference() is None
+        model.generate(ids, max_new_tokens=12, **CAPTURED)
+        reference = weakref.ref(integration._kept[model])
+        tapes.caches.clear()
+        assert reference() is not None
+        hf_replayssm.release(model)
+        assert reference() is None
+    finally:
+        gc.enable()
 
 
 # ------------------------------------------------------------------------------------------------ attention masks
@@ -746,6 +822,19 @@ def test_flash_refuses_padding_among_later_tokens(flash):
         lambda: model(input_ids=random_ids(2, 3), attention_mask=mask, cache=cache),
         match="attn_implementation='sdpa'",
     )
+
+
+@torch.no_grad()
+def test_an_attention_without_masks_is_refused():
+    AttentionInterface.register("maskless_for_tests", flash_like)
+    model = hf_replayssm.enable(copy_of("bamba"))
+    cache = StaticReplayCache(config=model.config, max_cache_len=30)
+    model(input_ids=random_ids(2, 4), cache=cache)
+    model.config._attn_implementation_internal = "maskless_for_tests"
+    try:
+        refused(cache, lambda: model(input_ids=random_ids(2, 1), cache=cache), match="makes no masks.*'sdpa'")
+    finally:
+        AttentionInterface._global_mapping.pop("maskless_for_tests")
 
 
 @torch.no_grad()

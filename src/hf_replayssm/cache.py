@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 
 from .config import ReplayConfig
 from .families import family_of_config, signature
-from .layers import REPLAY_LAYER_TYPES, CropError, ReplayLayer, attention_part
+from .layers import REPLAY_LAYER_TYPES, CropError, OwnedLayer, ReplayLayer, attention_part
 from .ops.refuse_backward import RefuseBackward
 from .positions import Positions, ReplayForward, Rows, Segment, upload
 
@@ -103,8 +103,7 @@ class ReplayCache(Cache):
         self.signature = signature(text_config)
         super().__init__(layers=self._make_layers(text_config))
         self.replay_layers = [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
-        for layer in self.replay_layers:
-            layer.cache = self
+        self._own_layers()
         self.positions = Positions()
         self.max_window = self.replay_config.max_window
         self.forward_in_progress: ReplayForward | None = None
@@ -514,12 +513,18 @@ class ReplayCache(Cache):
         # Layers write in place: two caches that share them would be no copies.
         return copy.deepcopy(self)
 
+    def _own_layers(self) -> None:
+        for layer in self.layers:
+            if isinstance(layer, OwnedLayer):
+                layer.cache = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._own_layers()
+
     def restore(self, snapshot: ReplayCache) -> None:
         """Makes this cache what `snapshot` was; the snapshot stays usable."""
-        fields = copy.deepcopy(snapshot.__dict__)
-        self.__dict__.update(fields)
-        for layer in self.replay_layers:
-            layer.cache = self
+        self.__setstate__(copy.deepcopy(snapshot).__dict__)
 
     # Lengths and states, for readers.
 

@@ -112,7 +112,7 @@ class CapturedForwards:
         """`model(**inputs)`; `inputs["cache"]` is the cache that this belongs to."""
         cache: StaticReplayCache = inputs["cache"]
         key = self._key(model, cache, inputs)
-        if key is None:
+        if key is None or cache.interrupted:  # which the model refuses, and a graph would not
             return model(**inputs)
         layout = cache.layout, id(model), model.get_input_embeddings().weight.data_ptr()
         if layout != self.layout:  # addresses have changed
@@ -134,20 +134,32 @@ class CapturedForwards:
             return model(**inputs)
         for name, tensor in captured.inputs.items():
             tensor.copy_(inputs[name])
-        return _copied(captured.replay())
+
+        def own(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.clone()  # the next replay overwrites the graph's
+            return cache if value is _CACHE else value
+
+        return _map(captured.replay(), own)
 
     def _record(
         self, captured: _Captured, model: torch.nn.Module, cache: StaticReplayCache, inputs: dict[str, Any]
     ) -> bool:
         tensors = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+        def forward() -> Any:
+            # (The cache owns the graph: its outputs must not own the cache.)
+            return _map(model(**(inputs | tensors)), lambda value: _CACHE if value is cache else value)
+
         try:
-            captured.replay = self.recorder.record(lambda: model(**(inputs | tensors)))
+            captured.replay = self.recorder.record(forward)
         except Exception as error:
             # Nothing has run, so the cache is as it was.
             cache.forward_in_progress, cache.interrupted = None, False
             captured.failed = True
+            reason = error.__context__ or error  # the end of a recording that went wrong fails as well
             _warn_once(
-                f"The forward of {type(model).__name__} cannot be captured in a CUDA graph and runs eagerly: {error}"
+                f"The forward of {type(model).__name__} cannot be captured in a CUDA graph and runs eagerly: {reason}"
             )
             return False
         captured.inputs = tensors
@@ -178,15 +190,16 @@ class CapturedForwards:
         return tuple(key)
 
 
-def _copied(outputs: Any) -> Any:
-    """The outputs with tensors of their own: the next replay overwrites the graph's."""
-    if isinstance(outputs, torch.Tensor):
-        return outputs.clone()
+_CACHE = object()  # stands for the cache in the outputs of a graph
+
+
+def _map(outputs: Any, function: Callable[[Any], Any]) -> Any:
+    """The outputs of a model with `function` applied to what they hold, but for None."""
     if isinstance(outputs, ModelOutput):
-        return type(outputs)(**{name: _copied(value) for name, value in outputs.items()})
+        return type(outputs)(**{name: _map(value, function) for name, value in outputs.items()})
     if isinstance(outputs, tuple):
-        return tuple(_copied(value) for value in outputs)
-    return outputs
+        return tuple(_map(value, function) for value in outputs)
+    return None if outputs is None else function(outputs)
 
 
 def captured_forward(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:

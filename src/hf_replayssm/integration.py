@@ -171,7 +171,7 @@ def lend_static_cache(
         cache is not None
         and cache.replay_config == settings
         and cache.batch_size == rows
-        and cache.max_cache_len >= length
+        and (cache.max_cache_len >= length or not cache.has_attention)
         and cache.is_laid_out_for_recording == recording
         and cache.replay_layers[0].device == model.device
         and cache.replay_layers[0].dtype == activation_dtype(model)
@@ -180,6 +180,15 @@ def lend_static_cache(
         return cache
     del cache  # its memory goes before the new one's is taken
     return StaticReplayCache(config=model.config, max_cache_len=length, replay_config=settings)
+
+
+def refuse_short_static_cache(cache: Any, length: int) -> None:
+    """`ValueError` for a static cache with room for fewer than `length` tokens: here, before the device finds out."""
+    if isinstance(cache, StaticReplayCache) and -1 < cache.get_max_length() < length:
+        raise ValueError(
+            f"This static cache has room for {cache.max_cache_len} tokens, and the call is for {length}. Build it with "
+            "a larger `max_cache_len`, or generate fewer tokens."
+        )
 
 
 def keep_static_cache(model: PreTrainedModel, cache: StaticReplayCache) -> None:
@@ -285,11 +294,7 @@ class ReplayGeneration(ReplacedClass):
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        if isinstance(cache, StaticReplayCache) and -1 < cache.get_max_length() < max_cache_length:
-            raise ValueError(
-                f"This static cache has room for {cache.max_cache_len} tokens, and the call is for {max_cache_length}. "
-                "Build it with a larger `max_cache_len`, or generate fewer tokens."
-            )
+        refuse_short_static_cache(cache, max_cache_length)
         if isinstance(cache, ReplayCache):
             if not generation_config.is_assistant:  # whose masks are guesses, from drafts that may be pad ids
                 _refuse_right_padding(model_kwargs.get("attention_mask"))
@@ -360,9 +365,9 @@ class ReplayGeneration(ReplacedClass):
                     "cache can take back. Set a larger `max_window`, fewer drafts, or use "
                     "`cache_implementation='replayssm'`."
                 )
-        position_ids = kwargs.get("position_ids")
-        if position_ids is not None:  # a slice of a chunk has strides that a compiled forward would be bound to
-            kwargs["position_ids"] = position_ids.clone(memory_format=torch.contiguous_format)
+        if first_round and kwargs.get("position_ids") is not None:
+            # Those of a chunk are a slice, to whose strides a compiled forward would be bound.
+            kwargs["position_ids"] = kwargs["position_ids"].clone(memory_format=torch.contiguous_format)
         if not cache.is_allocated:
             # Before the first forward, which is a compiled one with `prefill_chunk_size`.
             embeds = kwargs.get("inputs_embeds") if first_round else None
@@ -480,12 +485,14 @@ def _announce_window(cache: ReplayCache, drafts: float | None) -> None:
 
 def _bound_drafts(generator: Any, cache: StaticReplayCache) -> None:
     """A schedule that drafts more after every full match goes as far as the cache can take back."""
-    update = generator.update_candidate_strategy
+    update, most = type(generator).update_candidate_strategy, cache.max_window
+    generator_ref = weakref.ref(generator)  # it must not own itself: it may own the draft's cache
 
     def update_candidate_strategy(*args, **kwargs):
-        update(*args, **kwargs)
+        generator = generator_ref()
+        update(generator, *args, **kwargs)
         if getattr(generator, "num_assistant_tokens", None) is not None:
-            generator.num_assistant_tokens = min(generator.num_assistant_tokens, cache.max_window)
+            generator.num_assistant_tokens = min(generator.num_assistant_tokens, most)
 
     generator.update_candidate_strategy = update_candidate_strategy
 

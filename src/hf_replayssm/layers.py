@@ -5,6 +5,7 @@ raw inputs of the convolution. Attention layers are transformers' own.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,27 @@ class InputBuffer:
             buffer[row, :, slot] = values[row, token].to(buffer.dtype)
 
 
-class ReplayLayer(LinearAttentionLayer):
+class OwnedLayer:
+    """
+    A layer that knows the cache it is part of. Weakly: memory goes with the last reference to a cache, and does not
+    wait for the garbage collector. Copies are given their cache by the copy of the cache.
+    """
+
+    _cache: weakref.ref[ReplayCache] | None = None
+
+    @property
+    def cache(self) -> ReplayCache | None:
+        return None if self._cache is None else self._cache()
+
+    @cache.setter
+    def cache(self, cache: ReplayCache | None) -> None:
+        self._cache = None if cache is None else weakref.ref(cache)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_cache": None}
+
+
+class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     """
     The cache of one Mamba-2 layer: `checkpoint` (batch, heads, head_dim, state), `inputs` (an [`InputBuffer`]) and
     `conv_inputs` (batch, ring, conv_dim), the newest raw inputs of the convolution in a ring indexed by the token's
@@ -112,7 +133,7 @@ class ReplayLayer(LinearAttentionLayer):
             raise ValueError(f"A replay layer holds one recurrent state; this layer has {number_of_states}.")
         # Not `super().__init__`: what it sets to plain attributes are properties here, views of the replayed state.
         self.number_of_states = 1
-        self.cache: ReplayCache | None = None  # set by the cache that owns the layer
+        self.cache = None  # set by the cache that owns the layer
         self.conv_kernel_size: dict[int, int | None] = {0: None}
         self.release()
 

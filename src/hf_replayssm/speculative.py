@@ -45,7 +45,13 @@ from transformers.utils import ModelOutput
 from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
 from .config import ReplayConfig
 from .families import FAMILIES, signature, supported_families
-from .integration import REPLAY_IMPLEMENTATIONS, is_enabled, keep_static_cache, lend_static_cache
+from .integration import (
+    REPLAY_IMPLEMENTATIONS,
+    is_enabled,
+    keep_static_cache,
+    lend_static_cache,
+    refuse_short_static_cache,
+)
 from .positions import upload
 from .static import StaticReplayCache
 
@@ -237,6 +243,7 @@ def speculative_generate(
         streamer: for a batch of one row. It gets the tokens of a round at once.
         tokenizer: for `stop_strings`.
         cache: a [`ReplayCache`] that has seen the first columns of `input_ids`; at least the last must be new to it.
+            (A [`StaticReplayCache`] needs room for `max_length` tokens.)
         **kwargs: fields of a `GenerationConfig`, as `generate` takes them: `max_new_tokens`, `max_length`, `do_sample`,
             `temperature`, `eos_token_id`, `num_return_sequences`, ... Of speculation:
 
@@ -246,6 +253,9 @@ def speculative_generate(
               here): 2 more after a round in which at least half of the rows accepted all drafts, else 1 fewer.
             - `prompt_lookup_num_tokens`: drafts per round from the row's own tokens, in place of an assistant: what
               followed the earliest of the longest matches, of up to `max_matching_ngram_size` (2) tokens.
+            - `cache_implementation="replayssm_static"`: static caches for the target and a draft that replays, whose
+              forwards are compiled or captured as in `generate`. All windows have one length then (schedules do not
+              apply), and finished rows stay in the caches to the end.
 
     Returns:
         (batch, columns + new tokens) int64 on the device of `input_ids`: prompt and new tokens of each row, then
@@ -291,6 +301,7 @@ def speculative_generate(
         cache = _new_cache(model, model._replay_settings(config), config, drafts, len(ids))
     else:
         _check_cache(cache, model, ids, mask)
+        refuse_short_static_cache(cache, config.max_length - 1)
     if assistant_model is not None:
         model._validate_assistant(config, assistant_model)  # enables it: the last thing that can be refused
 

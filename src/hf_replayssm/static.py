@@ -30,7 +30,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 
 from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
 from .config import ReplayConfig
-from .layers import CropError, InputBuffer, ReplayLayer
+from .layers import CropError, InputBuffer, OwnedLayer, ReplayLayer
 from .ops import backend, mamba2
 
 
@@ -145,6 +145,11 @@ class StaticForward:
     touched: bool = False  # a layer has begun to change
     _on: dict[Any, Any] = field(default_factory=dict)
 
+    @property
+    def numbers_from_0(self) -> torch.Tensor:
+        """`numbers`, where columns before the first token have that of the first."""
+        return self.numbers if self.real is None else self.numbers.clamp(min=0)
+
     def key_slots(self, front: int, device: torch.device) -> torch.Tensor:
         """(b, t): where keys and values of the new columns go, behind `front` slots of which masked ones take one."""
         if device not in self._on:
@@ -162,7 +167,8 @@ def write_rows(
 ) -> None:
     """
     Writes `values` (b, i, ...) to the slots (b, i) of `buffer`, whose slots are its dimension `dim`: (b, s, ...) or
-    (b, ..., s, ...). No slot comes twice in a row; where `valid` (b, i) is False, what is there stays.
+    (b, ..., s, ...). Where `valid` (b, i) is False, what is there stays. No slot comes twice in a row, but for the one
+    of masked keys, in which it does not matter what is left.
     """
     row = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
     index = [row, slots] if dim == 1 else [row, None, slots]
@@ -333,7 +339,7 @@ class StaticReplayLayer(ReplayLayer):
         return -1
 
 
-class StaticAttentionLayer(CacheLayerMixin):
+class StaticAttentionLayer(OwnedLayer, CacheLayerMixin):
     """
     Keys and values (batch, heads, slots, head_dim) of full attention. Token m of a row is in slot `front` + m: padding
     takes no slot, and rows may have lengths of their own. Masked columns are written to slot 0, which nothing reads.
@@ -348,7 +354,6 @@ class StaticAttentionLayer(CacheLayerMixin):
     def __init__(self, max_cache_len: int, **kwargs):
         CacheLayerMixin.__init__(self)
         self.max_cache_len = max_cache_len
-        self.cache: StaticReplayCache | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         slots = self.cache.key_slots
@@ -495,9 +500,6 @@ class StaticReplayCache(ReplayCache):
         for layer, delay in zip(self.replay_layers, delays):
             layer.phase = phases.index(delay)
         self._phase_delays = phases
-        for layer in self.layers:
-            if isinstance(layer, StaticAttentionLayer):
-                layer.cache = self
         self.has_attention = any(isinstance(layer, StaticAttentionLayer) for layer in self.layers)
         self.layout = 0  # counts the times that tensors were allocated
         self.graphs = None  # of captured forwards, see `capture.py`
@@ -805,7 +807,7 @@ class StaticReplayCache(ReplayCache):
 
     @max_window.setter
     def max_window(self, value: int) -> None:
-        # Compiled and captured forwards know the old one.
+        # It does not shrink once there is memory: what could be taken back still can be.
         changed = value != getattr(self, "_max_window", value)
         if changed and self._batch is not None and value < self._max_window:
             return
@@ -826,8 +828,14 @@ class StaticReplayCache(ReplayCache):
         if that is not the CPU, are checked there: nothing is read back, and a wrong one is an assertion of the device.
         """
         self._refuse_interrupted()
-        if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.device.type != "cpu" and self._recording:
-            counts = -tokens_to_remove.expand(self.batch_size)
+        if (
+            isinstance(tokens_to_remove, torch.Tensor)
+            and tokens_to_remove.device.type != "cpu"
+            and self._recording
+            and tokens_to_remove.shape in ((), (self._batch,))
+            and tokens_to_remove.dtype in (torch.int32, torch.int64)
+        ):
+            counts = -tokens_to_remove.to(self.seen.device).expand(self._batch)
             torch._assert_async(((counts >= 0) & (counts <= self.croppable)).all())
         else:
             counts = self._crop_counts(tokens_to_remove)
@@ -903,7 +911,7 @@ class StaticReplayCache(ReplayCache):
         return self.__dict__ | {"graphs": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self.mark_static()
 
     def restore(self, snapshot: StaticReplayCache) -> None:
@@ -911,10 +919,6 @@ class StaticReplayCache(ReplayCache):
         mine, theirs = dict(self.static_tensors()), dict(snapshot.static_tensors())
         if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
             super().restore(snapshot)
-            for layer in self.layers:
-                if isinstance(layer, StaticAttentionLayer):
-                    layer.cache = self
-            self.mark_static()
             return
         with torch.no_grad():
             for name, tensor in mine.items():

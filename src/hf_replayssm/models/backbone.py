@@ -178,19 +178,26 @@ class ReplayBackbone(ReplacedClass):
         """
         forward = cache.forward_in_progress
         if "position_ids" in self._forward_parameters and arguments.get("position_ids") is None:
-            arguments["position_ids"] = forward.numbers.clamp(min=0).to(inputs.device)
+            arguments["position_ids"] = forward.numbers_from_0.to(inputs.device)
         arguments["attention_mask"] = None
         if cache.has_attention:
             mask = self._static_mask(cache, forward, inputs)
             arguments["attention_mask"] = {"full_attention": mask, "linear_attention": None}
 
     def _static_mask(self, cache: StaticReplayCache, forward: StaticForward, inputs: torch.Tensor) -> Any:
-        """What the attention implementation takes for a mask, over what `StaticAttentionLayer.update` returns."""
+        """
+        What the attention implementation takes for a mask, over what `StaticAttentionLayer.update` returns.
+        `ValueError` for an implementation that cannot be told what there is.
+        """
         implementation = self.config._attn_implementation
         if implementation not in ALL_MASK_ATTENTION_FUNCTIONS._global_mapping:
-            return None  # as upstream: an implementation of its own that needs none
+            raise ValueError(
+                f"transformers makes no masks for the attention implementation {implementation!r}, and without one it "
+                "would look at the unused slots of a static cache. Use `cache_implementation='replayssm'`, or load the "
+                "model with `attn_implementation='sdpa'`."
+            )
         device, (batch, tokens) = inputs.device, inputs.shape[:2]
-        numbers = forward.numbers.clamp(min=0).to(device)
+        numbers = forward.numbers_from_0.to(device)
         real = None if forward.real is None else forward.real.to(device)
         padding, front = None, cache.front_slots
         slots = tokens if forward.fresh else cache.key_slots
