@@ -126,19 +126,22 @@ def test_a_convolution_compiles(compiled):
     assert [name for name, _ in compiled] == ["_causal_conv_kernel"]
 
 
-@pytest.mark.parametrize(
-    ("columns", "group"), [(8192, 1024), (7168, 3584), (48, 24), (16384, 16384), (20000, 20000)], ids=str
-)
-def test_a_gated_norm_compiles(columns, group, compiled):
-    """Of all variants: float32 from the recurrence or as wide as the gate, the result as the projection wants it."""
-    gate = torch.zeros(2, 1, columns + 8, dtype=BF16)[..., :columns]
-    for y_dtype, weight_dtype, options in (
-        (F32, BF16, {"out_dtype": BF16}),
-        (BF16, BF16, {}),
-        (F16, F32, {"weight_in_float32": True}),
-        (F32, BF16, {"weight_in_float32": True, "norm_before_gate": True, "out_dtype": BF16}),
-    ):
-        y, weight = torch.zeros(2, 1, columns, dtype=y_dtype), torch.zeros(columns, dtype=weight_dtype)
+def test_a_gated_norm_compiles(compiled):
+    """
+    float32 from a recurrence or as wide as the gate, the result as the projection wants it; groups that are no power of
+    2, and one that is read twice.
+    """
+    calls = [
+        (8192, 1024, F32, BF16, {"out_dtype": BF16}),
+        (8192, 1024, BF16, BF16, {}),
+        (7168, 3584, F16, F32, {"weight_in_float32": True}),
+        (48, 24, F32, BF16, {"weight_in_float32": True, "norm_before_gate": True, "out_dtype": BF16}),
+        (16384, 16384, F32, BF16, {"out_dtype": BF16}),
+        (20000, 20000, F16, F16, {"weight_in_float32": True, "norm_before_gate": True}),
+    ]
+    for columns, group, dtype, weight_dtype, options in calls:
+        y, weight = torch.zeros(2, 1, columns, dtype=dtype), torch.zeros(columns, dtype=weight_dtype)
+        gate = torch.zeros(2, 1, columns + 8, dtype=BF16)[..., :columns]
         kernels.gated_rms_norm(y, gate, weight, 1e-5, group, **options)
-    assert [name for name, _ in compiled] == ["_gated_rms_norm_kernel"] * 4
+    assert [name for name, _ in compiled] == ["_gated_rms_norm_kernel"] * len(calls)
     assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY

@@ -100,13 +100,14 @@ def gated_rms_norm(
     The RMS norm of y * silu(gate) in groups of neighbouring columns, times a weight. All of it is float32, and rounded
     where the modules of transformers round:
 
-        x = y silu(gate);  x = x / sqrt(mean(x^2) + eps) in y's dtype;  out = weight x                (by default)
-        x = y silu(gate);  x = x / sqrt(mean(x^2) + eps);  out = (weight x) in y's dtype              (weight_in_float32)
-        x = y / sqrt(mean(y^2) + eps);  out = (weight x silu(gate)) in y's dtype     (and norm_before_gate; Falcon-H1)
+        by default          x = y silu(gate);  n = x / sqrt(mean(x^2) + eps), rounded as y is;  out = weight n
+        weight_in_float32   x = y silu(gate);  n = x / sqrt(mean(x^2) + eps);  out = weight n, rounded as y is
+        norm_before_gate    x = y;  n as before;  out = weight n silu(gate), rounded as y is
 
     Args:
         y (..., d). gate: of the same shape; rows may lie apart, as in a part of a projection's output.
         weight (d,). group_size: columns of a group, a divisor of d; all of them by default.
+        weight_in_float32, norm_before_gate: as above; the second asks for the first (Falcon-H1 has both or the first).
         out_dtype: rounds the result once more, as `.to(out_dtype)` would.
 
     Returns: like y. Without `out_dtype` in the dtype of weight * y, or, with `weight_in_float32`, of y.
