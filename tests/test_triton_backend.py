@@ -14,7 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import RTOL, assert_same_logits, copy_of, poison, random_ids, relative_error, replay_layers, tiny_model
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from tiny_models import (
+    RTOL,
+    assert_same_logits,
+    copy_of,
+    mixers,
+    poison,
+    random_ids,
+    relative_error,
+    replay_layers,
+    tiny_model,
+)
 from twins import Twins, eventful_session
 
 import hf_replayssm
@@ -175,6 +186,121 @@ def test_the_same_answers_of_the_static_cache(name):
         ours, reference = ours.recurrent_states[0], reference.recurrent_states[0]
         assert float((ours - reference).abs().max() / reference.abs().max()) <= RTOL
     assert caches[0].stats == caches[1].stats
+
+
+# Few heads, and no more mixers than a family must have.
+FOUR_HEADS = dict(hidden_size=16, mamba_n_heads=4, mamba_d_head=8, num_hidden_layers=2)
+WITH_NORM = {
+    "mamba2": dict(hidden_size=8, num_heads=2, head_dim=8, num_hidden_layers=1),
+    "bamba": FOUR_HEADS | dict(attn_layer_indices=[0]),
+    "zamba2": dict(n_mamba_heads=2, layers_block_type=["linear_attention", "hybrid"], num_hidden_layers=2),
+    "nemotron_h": dict(layers_block_type=["linear_attention", "mlp"], mamba_num_heads=2),
+    "granitemoehybrid": FOUR_HEADS | dict(layer_types=["linear_attention", "full_attention"]),
+    "falcon_h1": dict(mamba_d_ssm=16, mamba_n_heads=2, mamba_d_head=8, num_hidden_layers=1, mamba_rms_norm=True),
+}
+WITH_NORM["falcon_h1, norm first"] = WITH_NORM["falcon_h1"] | {"mamba_norm_before_gate": True}
+WITHOUT_NORM = WITH_NORM["falcon_h1"] | {"mamba_rms_norm": False}
+
+
+def model_with_norm(name: str):
+    """Enabled; the weights of its norms matter."""
+    model = tiny_model(name.partition(",")[0], **WITH_NORM[name])
+    for mixer in mixers(model):
+        with torch.no_grad():
+            mixer.norm.weight.copy_(torch.linspace(-1.0, 2.0, len(mixer.norm.weight)))
+    return hf_replayssm.enable(model)
+
+
+@pytest.fixture
+def norm_calls(monkeypatch) -> list[int]:
+    """The number of tokens in each call of the norm's kernel."""
+    calls, kernel = [], replayssm_kernels.gated_rms_norm
+
+    def recorded(y, *args, **kwargs):
+        calls.append(y.shape[1])
+        return kernel(y, *args, **kwargs)
+
+    monkeypatch.setattr(replayssm_kernels, "gated_rms_norm", recorded)
+    return calls
+
+
+def forwards(model, kind: str, *lengths: int) -> torch.Tensor:
+    cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=3, backend=kind)
+    return torch.cat(
+        [model(input_ids=ids, cache=cache).logits for ids in random_ids(1, sum(lengths)).split(lengths, 1)], 1
+    )
+
+
+@interpreted
+@pytest.mark.parametrize("name", WITH_NORM)
+@torch.no_grad()
+def test_the_gated_norm_is_one_call(name, norm_calls, monkeypatch):
+    """In a prefill, a step and a window; upstream's module is not called."""
+    model = model_with_norm(name)
+    lengths = (5, 1, 2) if name == "bamba" else (3, 1)
+    expected = forwards(model, "torch", *lengths)
+    assert norm_calls == []
+    for mixer in mixers(model):
+        monkeypatch.setattr(mixer.norm, "_call_impl", lambda *args: pytest.fail("the module was called"))
+    assert_same_logits(forwards(model, "triton", *lengths), expected)
+    assert norm_calls == [tokens for tokens in lengths for _ in mixers(model)]
+
+
+@interpreted
+@torch.no_grad()
+def test_no_norm_is_no_call(norm_calls):
+    model = hf_replayssm.enable(tiny_model("falcon_h1", **WITHOUT_NORM))
+    assert_same_logits(forwards(model, "triton", 3, 1), forwards(model, "torch", 3, 1))
+    assert norm_calls == []
+
+
+@interpreted
+@torch.no_grad()
+def test_a_norm_with_a_hook_is_called(norm_calls):
+    """Whatever watches the module sees it; without the hook it is the kernel again."""
+    model, seen = model_with_norm("bamba"), []
+    (mixer,) = mixers(model)
+    ids, cache = random_ids(1, 5), hf_replayssm.ReplayCache(config=model.config, buffer_len=4, backend="triton")
+    expected = forwards(model, "torch", 2, 1, 1, 1)
+
+    class Watches(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(("accelerate", args[0].shape[1]))
+            return args, kwargs
+
+    logits = [model(input_ids=ids[:, :2], cache=cache).logits]
+    handle = mixer.norm.register_forward_hook(lambda module, args, out: seen.append(("torch", out.shape[1])))
+    logits.append(model(input_ids=ids[:, 2:3], cache=cache).logits)
+    handle.remove()
+    add_hook_to_module(mixer.norm, Watches())
+    logits.append(model(input_ids=ids[:, 3:4], cache=cache).logits)
+    remove_hook_from_module(mixer.norm)
+    assert seen == [("torch", 1), ("accelerate", 1)] and norm_calls == [2]
+    logits.append(model(input_ids=ids[:, 4:], cache=cache).logits)
+    assert len(seen) == 2 and norm_calls == [2, 1]
+    assert_same_logits(torch.cat(logits, 1), expected)
+
+
+@interpreted
+def test_a_gradient_takes_the_module(norm_calls):
+    """A gradient that comes back is refused as ever."""
+    model = model_with_norm("bamba")
+    (mixer,) = mixers(model)
+    mixer.norm.requires_grad_(True)
+    logits = forwards(model, "triton", 2, 1)
+    assert norm_calls == []
+    logits.sum().backward()
+    assert mixer.norm.weight.grad is not None  # behind the cache, where it can come
+
+
+@interpreted
+@torch.no_grad()
+def test_the_gated_norm_of_a_16_bit_model(norm_calls):
+    """float32 from the recurrence, float16 weights and gate: the result is what the projection takes."""
+    model = model_with_norm("bamba").to(torch.float16)
+    triton, plain = (forwards(model, kind, 2, 1) for kind in ("triton", "torch"))
+    assert norm_calls == [2, 1] and triton.dtype == torch.float16
+    assert relative_error(triton, plain) < 0.01
 
 
 # ------------------------------------------------------------------------------------------------ which backend

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import replayssm_kernels as kernels
-from replayssm_kernels import _configs, _conv, mamba2
+from replayssm_kernels import _configs, _conv, _norm, mamba2
 from replayssm_kernels._configs import Config, Tile
 
 
@@ -28,6 +28,7 @@ LEAST_SHARED_MEMORY = 64 * 1024  # of a block, on any of them
 KERNELS = {
     mamba2: ("_append_kernel", "_step_kernel", "_fused_kernel", "_window_kernel", "_fold_kernel"),
     _conv: ("_causal_conv_kernel",),
+    _norm: ("_gated_rms_norm_kernel",),
 }
 POINTERS = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int32: "*i32"}
 
@@ -123,3 +124,24 @@ def test_a_convolution_compiles(compiled):
     zeros = torch.zeros(2, 5, 64)
     kernels.causal_conv(torch.zeros(5, 2, dtype=torch.int32), zeros, zeros, torch.zeros(64, 3), None)
     assert [name for name, _ in compiled] == ["_causal_conv_kernel"]
+
+
+def test_a_gated_norm_compiles(compiled):
+    """
+    float32 from a recurrence or as wide as the gate, the result as the projection wants it; groups that are no power of
+    2, and one that is read twice.
+    """
+    calls = [
+        (8192, 1024, F32, BF16, {"out_dtype": BF16}),
+        (8192, 1024, BF16, BF16, {}),
+        (7168, 3584, F16, F32, {"weight_in_float32": True}),
+        (48, 24, F32, BF16, {"weight_in_float32": True, "norm_before_gate": True, "out_dtype": BF16}),
+        (16384, 16384, F32, BF16, {"out_dtype": BF16}),
+        (20000, 20000, F16, F16, {"weight_in_float32": True, "norm_before_gate": True}),
+    ]
+    for columns, group, dtype, weight_dtype, options in calls:
+        y, weight = torch.zeros(2, 1, columns, dtype=dtype), torch.zeros(columns, dtype=weight_dtype)
+        gate = torch.zeros(2, 1, columns + 8, dtype=BF16)[..., :columns]
+        kernels.gated_rms_norm(y, gate, weight, 1e-5, group, **options)
+    assert [name for name, _ in compiled] == ["_gated_rms_norm_kernel"] * len(calls)
+    assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY

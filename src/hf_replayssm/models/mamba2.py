@@ -15,9 +15,10 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..cache import ReplayCache
 from ..layers import ReplayLayer
-from ..ops import mamba2
+from ..ops import gated_norm, mamba2
 from ..ops.refuse_backward import RefuseBackward
 from ..positions import Segment
+from .gated_norms import as_gated_norm
 from .replaced import ReplacedClass
 
 
@@ -53,7 +54,7 @@ class ReplayMamba2Mixer(ReplacedClass):
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if torch.is_grad_enabled():
             y = RefuseBackward.apply(y, xBC, dt, self.dt_bias, A, self.D, self.conv1d.weight, self.conv1d.bias)
-        return self.out_proj(self._gated_norm(y.flatten(2), gate).to(hidden_states.dtype))
+        return self.out_proj(self._gated_norm(y.flatten(2), gate, hidden_states.dtype, cache.replay_config.backend))
 
     def _replay_segment(
         self, xBC: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, layer: ReplayLayer, segment: Segment
@@ -120,7 +121,12 @@ class ReplayMamba2Mixer(ReplacedClass):
             projected = projected * self.mup_vector
         return projected.split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
 
-    def _gated_norm(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        if getattr(self, "mamba_rms_norm", True):
-            return self.norm(y, gate)
-        return y * F.silu(gate)  # Falcon-H1 without a norm
+    def _gated_norm(self, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:
+        """y and gate (b, t, intermediate) -> the same in `dtype`."""
+        if not getattr(self, "mamba_rms_norm", True):
+            return (y * F.silu(gate)).to(dtype)  # Falcon-H1 without a norm
+        # (A compiler fuses the module by itself.)
+        norm = None if torch.compiler.is_compiling() else as_gated_norm(self.norm)
+        if norm is not None and gated_norm.uses_kernel(norm, y, gate, dtype, backend):
+            return gated_norm.gated_norm_triton(norm, y, gate, dtype)
+        return self.norm(y, gate).to(dtype)

@@ -9,9 +9,15 @@ from collections.abc import Iterable
 import torch
 
 
-# Each has a kernel in `replayssm_kernels` (the folder kernels/ of the repository); in a mixer they are one call. The
-# scan and the long convolution of a prefill are upstream's and no matter of these backends.
-OPS = ("mamba2 replay, one token", "mamba2 replay, window", "mamba2 fold (flush)", "causal convolution")
+# Each has a kernel in `replayssm_kernels` (the folder kernels/ of the repository); in a mixer they are one call, and
+# the norm is one. The scan and the long convolution of a prefill are upstream's and no matter of these backends.
+OPS = (
+    "mamba2 replay, one token",
+    "mamba2 replay, window",
+    "mamba2 fold (flush)",
+    "causal convolution",
+    "gated RMS norm",
+)
 
 
 def triton_unavailable(device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str | None:
