@@ -78,6 +78,7 @@ CHANGES = {
     "a forward pre-hook": lambda norm: norm.register_forward_pre_hook(lambda *args: None),
     "a backward hook": lambda norm: norm.register_full_backward_hook(lambda *args: None),
     "a hook of accelerate": lambda norm: add_hook_to_module(norm, ModelHook()),
+    "a hook of accelerate without its forward": lambda norm: setattr(norm, "_hf_hook", ModelHook()),
     "a subclass": subclassed,
     "a subclass of the same name": subclassed_under_the_name,
     "a forward on the module": replaced_on_the_module,
