@@ -65,12 +65,12 @@ class InputBuffer:
 
     def in_order(self, first: Rows, count: int) -> tuple[torch.Tensor, ...]:
         """
-        x, B and dt with the `count` slots (at least one) of each row from slot `first` on as slots 0, 1, ...: what the
-        reference ops read. Views, unless rows begin at different slots or these run over the end of the ring.
+        x, B and dt with the `count` slots of each row from slot `first` on as slots 0, 1, ... (others may follow): what
+        the reference ops read. Views, unless rows begin at different slots or these run over the end of the ring.
         """
-        count = max(count, 1)  # the ops find a slot to gather from, should all rows be empty
-        if first.same == 0 and count >= self.capacity:
+        if first.same == 0:
             return self.tensors()
+        count = max(count, 1)  # the ops find a slot to gather from, should all rows be empty
         if first.same is not None:
             begin = first.same % self.capacity
             if begin + count <= self.capacity:
@@ -256,6 +256,9 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         if segment.order is None and start.same is not None:
             y = mamba2.replay(*operands, start.same, end.same)
         else:
+            # (Counts on the device are not read: the ops would go through all slots.)
+            inputs = tuple(tensor[:, :, : max(end.max, 1)] for tensor in inputs)
+            operands = (C, *inputs, A, D, self.checkpoint)
             y = mamba2.replay(*operands, start.tensor(device), end.tensor(device))
         self.flush(segment)
         return y
@@ -311,6 +314,8 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     def _fold(self, first: Rows, count: Rows) -> torch.Tensor:
         """The state after the `count` oldest tokens of the buffer, which begin at slot `first`."""
         inputs = self.inputs.in_order(first, count.max)
+        if count.same is None:
+            inputs = tuple(tensor[:, :, : max(count.max, 1)] for tensor in inputs)
         return mamba2.fold(*inputs, self.A, self.checkpoint, count.on(self.checkpoint.device))
 
     def _write_checkpoint(self, state: torch.Tensor, count: Rows) -> None:
