@@ -29,7 +29,7 @@ from tiny_models import (
 from twins import Twins, eventful_session
 
 import hf_replayssm
-from hf_replayssm.ops import backend
+from hf_replayssm.ops import backend, mamba2
 
 
 pytest.importorskip("triton")
@@ -144,6 +144,50 @@ def test_autocast_changes_the_dtype_on_the_way(name):
         logits[kind] = torch.cat([*steps, model(input_ids=ids[:, 8:], cache=cache).logits], 1).float()
         assert replay_layers(cache)[0].inputs.x.dtype == torch.float32
     assert relative_error(logits["triton"], logits["torch"]) < 0.05
+
+
+@interpreted
+@pytest.mark.parametrize("tokens", [1, 4, 11])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_sequence_by_windows(seen, tokens, monkeypatch):
+    """The kernels' scan, in windows that do not divide the sequence, against the float64 reference."""
+    monkeypatch.setattr(mamba2, "SCAN_WINDOW", 4)
+    generator = torch.Generator().manual_seed(tokens)
+    rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    b, h, p, g, n = 2, 4, 8, 2, 16
+    x, B, C = rand(b, tokens, h, p), rand(b, tokens, g, n), rand(b, tokens, g, n)
+    dt, A, D = rand(b, tokens, h).exp() / 4, -rand(h).exp(), rand(h)
+    dt[1, -1] = 0  # a masked token
+    initial = rand(b, h, p, n) if seen else None
+    buffers = [tensor.transpose(1, 2) for tensor in (x, B, dt)]
+    zeros = torch.zeros(b, h, p, n, dtype=torch.float64)
+    expected = mamba2.replay(C, *buffers, A, D, zeros if initial is None else initial, 0, tokens)
+    expected_state = mamba2.fold(*buffers, A, zeros if initial is None else initial, tokens)
+    single = lambda tensor: None if tensor is None else tensor.float()  # noqa: E731
+    before = None if initial is None else (given := single(initial)).clone()
+    arguments = [single(tensor) for tensor in (x, dt, A, B, C, D)]
+    y, state = mamba2.scan_triton(*arguments, None if initial is None else given)
+    assert relative_error(y, expected) < 1e-5 and relative_error(state, expected_state) < 1e-6
+    assert before is None or torch.equal(given, before)
+
+
+@interpreted
+@pytest.mark.parametrize("fast", [True, False])
+@torch.no_grad()
+def test_who_scans_a_prompt(fast, monkeypatch):
+    """Upstream's scan where it has kernels; else ours, and none in PyTorch."""
+    model = hf_replayssm.enable(tiny_model("mamba2", **SMALL["mamba2"][1]), backend="triton")
+    ids, calls = random_ids(2, 9), []
+    expected = model(input_ids=ids, use_cache=False).logits
+    upstream, scan = sys.modules[mixers(model)[0]._replaced_class.__module__], mamba2.scan_triton
+    chunked = upstream.mamba2_chunk_scan
+    monkeypatch.setattr(upstream, "mamba2_chunk_scan", lambda *a, **k: (calls.append("upstream"), chunked(*a, **k))[1])
+    monkeypatch.setattr(mamba2, "scan_triton", lambda *args: (calls.append("ours"), scan(*args))[1])
+    monkeypatch.setattr(mamba2, "has_fast_scan", lambda: fast)
+    cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=3, backend="triton")
+    logits = [model(input_ids=part, cache=cache).logits for part in (ids[:, :4], ids[:, 4:5], ids[:, 5:])]
+    assert_same_logits(torch.cat(logits, 1), expected)
+    assert calls == ["upstream" if fast else "ours"] * 2 * len(mixers(model))
 
 
 @torch.no_grad()

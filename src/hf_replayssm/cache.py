@@ -461,7 +461,7 @@ class ReplayCache(Cache):
             layer.values = layer.values[..., last - length : last, :]
             return
         source = (torch.arange(length) + (stored - counts - length)[:, None]).clamp(min=0)
-        source = source.to(layer.keys.device)[:, None, :, None]
+        source = upload(source, layer.keys.device)[:, None, :, None]
         layer.keys, layer.values = (
             states.gather(-2, source.expand(-1, states.shape[1], -1, states.shape[-1]))
             for states in (layer.keys, layer.values)

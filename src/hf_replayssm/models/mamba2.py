@@ -87,21 +87,25 @@ class ReplayMamba2Mixer(ReplacedClass):
         C = C.view(batch, tokens, self.n_groups, self.ssm_state_size)
 
         if segment.scan:
-            y, state = upstream.mamba2_chunk_scan(
-                x,
-                dt,
-                A,
-                B,
-                C,
-                # No larger than needed: the scan of the PyTorch path pads to whole chunks. (Compiled, the number of
-                # tokens may stand for any.)
-                chunk_size=self.chunk_size
-                if torch.compiler.is_compiling()
-                else min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
-                D=self.D,
-                initial_states=layer.state_before_scan(x, B, A, segment),
-                return_final_states=True,
-            )
+            initial_state = layer.state_before_scan(x, B, A, segment)
+            if layer.uses_kernels(x) and not mamba2.has_fast_scan() and not torch.compiler.is_compiling():
+                y, state = mamba2.scan_triton(x, dt, A, B, C, self.D, initial_state)
+            else:
+                y, state = upstream.mamba2_chunk_scan(
+                    x,
+                    dt,
+                    A,
+                    B,
+                    C,
+                    # No larger than needed: the scan of the PyTorch path pads to whole chunks. (Compiled, the number of
+                    # tokens may stand for any.)
+                    chunk_size=self.chunk_size
+                    if torch.compiler.is_compiling()
+                    else min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
+                    D=self.D,
+                    initial_states=initial_state,
+                    return_final_states=True,
+                )
             layer.flush_to(state, segment)
             return y
 

@@ -16,6 +16,9 @@ p head_dim, n state, s buffer slots, t new tokens. dt is final everywhere (bias,
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+
 import torch
 from torch.nn import functional as F
 
@@ -236,3 +239,53 @@ def fold_triton(
     from replayssm_kernels import mamba2_fold
 
     return mamba2_fold(positions, *buffers, A, checkpoint)
+
+
+# Tokens at a time: a window's products grow with its square, what is read and written of the state falls with it.
+SCAN_WINDOW = 128
+
+
+def scan_triton(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    A whole sequence by the kernels of windows, window after window, each folded into the state behind it: for a prefill
+    where no package is installed that has a faster one.
+
+    Args:
+        x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h): final, float32.
+        initial_state (b, h, p, n): zeros when None.
+
+    Returns: y (b, t, h, p) and the state (b, h, p, n), both float32.
+    """
+    from replayssm_kernels import COUNT, FOLD, mamba2_step
+
+    (batch, tokens, heads, head_dim), (groups, state_size) = x.shape, B.shape[2:]
+    shape = batch, heads, head_dim, state_size
+    state = x.new_zeros(shape, dtype=torch.float32) if initial_state is None else initial_state.float().clone()
+    window = min(SCAN_WINDOW, tokens)
+    buffers = (
+        x.new_empty((batch, heads, window, head_dim)),
+        B.new_empty((batch, groups, window, state_size)),
+        dt.new_empty((batch, heads, window)),
+    )
+    outputs = []
+    for begin in range(0, tokens, window):
+        part = slice(begin, min(begin + window, tokens))
+        positions = torch.zeros((5, batch), dtype=torch.int32, device=x.device)
+        positions[COUNT] = positions[FOLD] = part.stop - begin
+        new = x[:, part], B[:, part], C[:, part], dt[:, part]
+        outputs.append(mamba2_step(positions, *new, *buffers, A, D, state, out_dtype=torch.float32))
+    return torch.cat(outputs, dim=1), state
+
+
+@functools.cache
+def has_fast_scan() -> bool:
+    """Whether upstream's chunked scan has the package that it takes its kernels from."""
+    return importlib.util.find_spec("mamba_ssm") is not None
