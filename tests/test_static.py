@@ -223,6 +223,32 @@ def test_reset_and_restore_move_nothing(family: str):
     made.verify()
 
 
+@torch.no_grad()
+def test_restore_from_a_cache_of_another_size():
+    """These have as many slots of keys, of which they use others."""
+    model, ids = enabled_model("bamba"), random_ids(1, 7)
+    mine, other = (
+        StaticReplayCache(config=model.config, max_cache_len=length, checkpoint_dtype=dtype)
+        for length, dtype in ((8, "bfloat16"), (10, "float32"))
+    )
+    model(input_ids=ids[:, 2:5], cache=mine)
+    model(input_ids=ids[:, :6], cache=other)
+    assert {name: t.shape for name, t in mine.static_tensors()} == {name: t.shape for name, t in other.static_tensors()}
+    mine.restore(other)
+    assert mine.max_cache_len == 10 and mine.replay_config == other.replay_config
+    logits = model(input_ids=ids[:, 6:], cache=mine).logits
+    assert_same_logits(logits, whole_forward(shared_model("bamba"), ids)[:, 6:])
+
+
+@torch.no_grad()
+def test_rows_that_are_not_there():
+    made = session("bamba", 2)
+    made.append(4)
+    refused(made.cache, lambda: made.cache.reorder_cache(torch.tensor([0, 5, 1])), RuntimeError, "out of")
+    made.append(1)
+    made.verify()
+
+
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda cache: pickle.loads(pickle.dumps(cache))])
 def test_a_copy_is_static_too(way):
     made = session("zamba2", 2)
