@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -472,6 +473,36 @@ def test_the_cache_is_kept_for_the_next_call():
         assert integration._kept[model] is not before
     hf_replayssm.disable(model)
     assert model not in integration._kept
+
+
+def test_threads_have_caches_of_their_own(monkeypatch):
+    """What another thread still generates with is not kept for the next call."""
+    model, ids = hf_replayssm.enable(copy_of("bamba")), random_ids(2, 6)
+    expected, made = greedy_without_cache(shared_model("bamba"), ids, 9), []
+    generating, done = threading.Event(), threading.Event()
+
+    def wait(input_ids, scores):
+        generating.set()
+        assert done.wait(60)
+        return scores
+
+    thread = threading.Thread(
+        target=lambda: made.append(model.generate(ids, max_new_tokens=9, logits_processor=[wait], **STATIC))
+    )
+    lend = integration.lend_static_cache
+
+    def lend_behind_the_thread(*args, **kwargs):
+        if threading.current_thread() is threading.main_thread() and not thread.ident:
+            thread.start()
+            assert generating.wait(60)
+        return lend(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "lend_static_cache", lend_behind_the_thread)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, max_new_tokens=9, **STATIC), expected)
+    done.set()
+    thread.join()
+    assert len(made) == 1 and torch.equal(made[0], expected)
 
 
 def test_a_kept_cache_without_attention_has_no_length():
