@@ -742,6 +742,45 @@ def test_graphs_are_dropped_when_the_tensors_move(tapes):
     made.compare()
 
 
+def replace_a_weight(model) -> None:
+    mixer = model.model.layers[0].mamba
+    mixer.in_proj.weight = torch.nn.Parameter(mixer.in_proj.weight.flip(0), requires_grad=False)
+
+
+def replace_the_head(model) -> None:
+    head = copy.deepcopy(model.lm_head)
+    head.weight.data = head.weight.flip(0)
+    model.set_output_embeddings(head)
+
+
+def change_a_setting(model) -> None:
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.2, 0.3)
+
+
+def hook_a_layer(model) -> None:
+    model.model.layers[2].mamba.out_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+@pytest.mark.parametrize("change", [replace_a_weight, replace_the_head, change_a_setting, hook_a_layer])
+def test_graphs_are_dropped_when_the_model_has_changed(tapes, change):
+    """A graph reads the weights that there were, and does what the modules did then."""
+    plain, ids = copy_of("bamba"), random_ids(2, 7)
+    model = hf_replayssm.enable(copy_of("bamba"))
+    before = model.generate(ids, max_new_tokens=20, **CAPTURED)
+    for each in (plain, model):
+        change(each)
+    for _ in range(2):
+        after = model.generate(ids, max_new_tokens=20, **CAPTURED)
+        assert torch.equal(after, greedy_without_cache(plain, ids, 20)) and not torch.equal(after, before)
+        assert len(tapes) == 1 and tapes[0].recordings == 2
+    for each in (plain, model):  # in place
+        each.model.layers[0].mamba.in_proj.weight.mul_(1.5)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, **CAPTURED), greedy_without_cache(plain, ids, 20))
+    assert tapes[0].recordings == 2
+
+
 @torch.no_grad()
 def test_no_more_graphs_than_agreed(tapes, monkeypatch):
     monkeypatch.setattr(capture, "MAX_GRAPHS", 2)

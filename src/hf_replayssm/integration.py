@@ -350,12 +350,15 @@ class ReplayGeneration(ReplacedClass):
 
     def get_compiled_call(self, compile_config) -> Callable:
         # What `generate` calls for decoding steps where `_valid_auto_compile_criteria` holds.
-        compiled_call = super().get_compiled_call
+        compiled_call, same_model = super().get_compiled_call, False
 
         def call(**inputs):
+            nonlocal same_model
             cache = inputs.get("cache")
             if isinstance(cache, StaticReplayCache) and cache.replay_config.capture:
-                return capture.captured_forward(self, inputs)
+                # Between two calls of `generate` the model may have been changed, within one it is not.
+                outputs, same_model = capture.captured_forward(self, inputs, same_model), True
+                return outputs
             return compiled_call(compile_config)(**inputs)
 
         return call
