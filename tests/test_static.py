@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -219,6 +220,32 @@ def test_reset_and_restore_move_nothing(family: str):
     assert all(not tensor.any() for _, tensor in made.cache.static_tensors())
     made.forget(2)
     made.append(5)
+    made.append(1)
+    made.verify()
+
+
+@torch.no_grad()
+def test_restore_from_a_cache_of_another_size():
+    """These have as many slots of keys, of which they use others."""
+    model, ids = enabled_model("bamba"), random_ids(1, 7)
+    mine, other = (
+        StaticReplayCache(config=model.config, max_cache_len=length, checkpoint_dtype=dtype)
+        for length, dtype in ((8, "bfloat16"), (10, "float32"))
+    )
+    model(input_ids=ids[:, 2:5], cache=mine)
+    model(input_ids=ids[:, :6], cache=other)
+    assert {name: t.shape for name, t in mine.static_tensors()} == {name: t.shape for name, t in other.static_tensors()}
+    mine.restore(other)
+    assert mine.max_cache_len == 10 and mine.replay_config == other.replay_config
+    logits = model(input_ids=ids[:, 6:], cache=mine).logits
+    assert_same_logits(logits, whole_forward(shared_model("bamba"), ids)[:, 6:])
+
+
+@torch.no_grad()
+def test_rows_that_are_not_there():
+    made = session("bamba", 2)
+    made.append(4)
+    refused(made.cache, lambda: made.cache.reorder_cache(torch.tensor([0, 5, 1])), RuntimeError, "out of")
     made.append(1)
     made.verify()
 
@@ -446,6 +473,36 @@ def test_the_cache_is_kept_for_the_next_call():
         assert integration._kept[model] is not before
     hf_replayssm.disable(model)
     assert model not in integration._kept
+
+
+def test_threads_have_caches_of_their_own(monkeypatch):
+    """What another thread still generates with is not kept for the next call."""
+    model, ids = hf_replayssm.enable(copy_of("bamba")), random_ids(2, 6)
+    expected, made = greedy_without_cache(shared_model("bamba"), ids, 9), []
+    generating, done = threading.Event(), threading.Event()
+
+    def wait(input_ids, scores):
+        generating.set()
+        assert done.wait(60)
+        return scores
+
+    thread = threading.Thread(
+        target=lambda: made.append(model.generate(ids, max_new_tokens=9, logits_processor=[wait], **STATIC))
+    )
+    lend = integration.lend_static_cache
+
+    def lend_behind_the_thread(*args, **kwargs):
+        if threading.current_thread() is threading.main_thread() and not thread.ident:
+            thread.start()
+            assert generating.wait(60)
+        return lend(*args, **kwargs)
+
+    monkeypatch.setattr(integration, "lend_static_cache", lend_behind_the_thread)
+    for _ in range(2):
+        assert torch.equal(model.generate(ids, max_new_tokens=9, **STATIC), expected)
+    done.set()
+    thread.join()
+    assert len(made) == 1 and torch.equal(made[0], expected)
 
 
 def test_a_kept_cache_without_attention_has_no_length():
@@ -683,6 +740,45 @@ def test_graphs_are_dropped_when_the_tensors_move(tapes):
         step()
     assert tapes[0].recordings == 3
     made.compare()
+
+
+def replace_a_weight(model) -> None:
+    mixer = model.model.layers[0].mamba
+    mixer.in_proj.weight = torch.nn.Parameter(mixer.in_proj.weight.flip(0), requires_grad=False)
+
+
+def replace_the_head(model) -> None:
+    head = copy.deepcopy(model.lm_head)
+    head.weight.data = head.weight.flip(0)
+    model.set_output_embeddings(head)
+
+
+def change_a_setting(model) -> None:
+    for module in model.modules():
+        if hasattr(module, "time_step_limit"):
+            module.time_step_limit = (0.2, 0.3)
+
+
+def hook_a_layer(model) -> None:
+    model.model.layers[2].mamba.out_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+@pytest.mark.parametrize("change", [replace_a_weight, replace_the_head, change_a_setting, hook_a_layer])
+def test_graphs_are_dropped_when_the_model_has_changed(tapes, change):
+    """A graph reads the weights that there were, and does what the modules did then."""
+    plain, ids = copy_of("bamba"), random_ids(2, 7)
+    model = hf_replayssm.enable(copy_of("bamba"))
+    before = model.generate(ids, max_new_tokens=20, **CAPTURED)
+    for each in (plain, model):
+        change(each)
+    for _ in range(2):
+        after = model.generate(ids, max_new_tokens=20, **CAPTURED)
+        assert torch.equal(after, greedy_without_cache(plain, ids, 20)) and not torch.equal(after, before)
+        assert len(tapes) == 1 and tapes[0].recordings == 2
+    for each in (plain, model):  # in place
+        each.model.layers[0].mamba.in_proj.weight.mul_(1.5)
+    assert torch.equal(model.generate(ids, max_new_tokens=20, **CAPTURED), greedy_without_cache(plain, ids, 20))
+    assert tapes[0].recordings == 2
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -84,6 +85,48 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)
 
 
+def frozen(model: torch.nn.Module) -> tuple:
+    """
+    What a graph of the model's forward has frozen, as far as it can be told without a forward: which modules there
+    are, where their weights lie, their hooks and their plain settings (those of adapters, too). Not the values of the
+    weights: a graph reads them.
+    """
+    found: list[Any] = []
+    for module in model.modules():
+        found.append(type(module))
+        for name, value in module.__dict__.items():
+            kind = type(value)
+            if kind in _PLAIN:
+                found.append(value)
+            elif kind in _CONTAINERS:
+                if not value or name == "_modules":
+                    continue
+                if name in ("_parameters", "_buffers"):
+                    # (A subclass may have no address of its own.)
+                    found += [t.data_ptr() if type(t) in _TENSORS else id(t) for t in value.values()]
+                elif name.endswith("_hooks"):
+                    found += value
+                else:
+                    found.append(_plain(value))
+            elif callable(value):
+                found.append(id(value))
+    return tuple(found)
+
+
+_PLAIN = {bool, int, float, str}
+_CONTAINERS = {dict, OrderedDict, list, tuple}
+_TENSORS = {torch.Tensor, torch.nn.Parameter}
+
+
+def _plain(value: Any) -> Any:
+    """The plain values in lists and dicts, in an order that tells them apart."""
+    if isinstance(value, dict):
+        return tuple((key if type(key) in _PLAIN else None, _plain(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_plain, value))
+    return value if type(value) in _PLAIN else None
+
+
 class _Captured:
     """One shape of inputs."""
 
@@ -107,9 +150,13 @@ class CapturedForwards:
         self.recorder, self.max_graphs = recorder, max_graphs
         self.captured: dict[Any, _Captured] = {}
         self.layout: Any = None
+        self.frozen: Any = None
 
-    def __call__(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-        """`model(**inputs)`; `inputs["cache"]` is the cache that this belongs to."""
+    def __call__(self, model: torch.nn.Module, inputs: dict[str, Any], same_model: bool = False) -> Any:
+        """
+        `model(**inputs)`; `inputs["cache"]` is the cache that this belongs to. `same_model`: nothing about the model
+        has changed since the last forward, which takes a millisecond or two to find out.
+        """
         cache: StaticReplayCache = inputs["cache"]
         key = self._key(model, cache, inputs)
         if key is None or cache.interrupted:  # which the model refuses, and a graph would not
@@ -117,7 +164,10 @@ class CapturedForwards:
         layout = cache.layout, id(model), model.get_input_embeddings().weight.data_ptr()
         if layout != self.layout:  # addresses have changed
             self.captured.clear()
-            self.layout = layout
+            self.layout, same_model = layout, False
+        if not same_model and (now := frozen(model)) != self.frozen:  # what a graph has frozen has changed
+            self.captured.clear()
+            self.frozen = now
         if key not in self.captured and len(self.captured) >= self.max_graphs:
             _warn_once(
                 f"{self.max_graphs} shapes of inputs are captured already; a forward of another one runs eagerly. Use "
@@ -202,9 +252,9 @@ def _map(outputs: Any, function: Callable[[Any], Any]) -> Any:
     return None if outputs is None else function(outputs)
 
 
-def captured_forward(model: torch.nn.Module, inputs: dict[str, Any]) -> Any:
-    """`model(**inputs)` through the graphs of `inputs["cache"]`."""
+def captured_forward(model: torch.nn.Module, inputs: dict[str, Any], same_model: bool = False) -> Any:
+    """`model(**inputs)` through the graphs of `inputs["cache"]`; see [`CapturedForwards.__call__`]."""
     cache: StaticReplayCache = inputs["cache"]
     if cache.graphs is None:
         cache.graphs = CapturedForwards(RECORDERS[model.device.type](model.device))
-    return cache.graphs(model, inputs)
+    return cache.graphs(model, inputs, same_model)

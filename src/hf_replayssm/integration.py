@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -157,9 +158,17 @@ def _assert_reached(mixer: torch.nn.Module, name: str) -> None:
 
 
 # The static cache of a model's last call of `generate`, for the next: a compiled or captured step is bound to its
-# addresses. Lent while a call is running (calls may be nested). Beside the models, so that no copy of one takes it.
+# addresses. Lent while a call is running (calls may be nested, and other threads have calls of their own). Beside the
+# models, so that no copy of one takes it.
 _kept: weakref.WeakKeyDictionary[torch.nn.Module, StaticReplayCache] = weakref.WeakKeyDictionary()
-_lent: weakref.WeakKeyDictionary[torch.nn.Module, list[StaticReplayCache]] = weakref.WeakKeyDictionary()
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.lent: weakref.WeakKeyDictionary[torch.nn.Module, list[StaticReplayCache]] = weakref.WeakKeyDictionary()
+
+
+_this_thread = _OfThread()
 
 
 def lend_static_cache(
@@ -286,7 +295,7 @@ class ReplayGeneration(ReplacedClass):
                 rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
                 length = max(max_cache_length, generation_config.max_cache_len or 1)
                 cache = lend_static_cache(self, settings, rows, length, recording=assisted)
-                _lent.setdefault(self, []).append(cache)
+                _this_thread.lent.setdefault(self, []).append(cache)
             else:
                 cache = ReplayCache(config=self.config, replay_config=settings)
             model_kwargs["cache"] = cache
@@ -312,7 +321,7 @@ class ReplayGeneration(ReplacedClass):
 
     def generate(self, *args, **kwargs):
         # Only to keep the static cache that the call was lent, unless its caller has got it.
-        lent = _lent.setdefault(self, [])
+        lent = _this_thread.lent.setdefault(self, [])
         before = len(lent)
         try:
             output = super().generate(*args, **kwargs)
@@ -341,12 +350,15 @@ class ReplayGeneration(ReplacedClass):
 
     def get_compiled_call(self, compile_config) -> Callable:
         # What `generate` calls for decoding steps where `_valid_auto_compile_criteria` holds.
-        compiled_call = super().get_compiled_call
+        compiled_call, same_model = super().get_compiled_call, False
 
         def call(**inputs):
+            nonlocal same_model
             cache = inputs.get("cache")
             if isinstance(cache, StaticReplayCache) and cache.replay_config.capture:
-                return capture.captured_forward(self, inputs)
+                # Between two calls of `generate` the model may have been changed, within one it is not.
+                outputs, same_model = capture.captured_forward(self, inputs, same_model), True
+                return outputs
             return compiled_call(compile_config)(**inputs)
 
         return call

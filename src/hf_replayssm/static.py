@@ -883,7 +883,7 @@ class StaticReplayCache(ReplayCache):
         self._refuse_interrupted()
         if self._batch is None:
             return
-        self._batch, in_place = len(beam_idx), len(beam_idx) == self._batch
+        in_place = len(beam_idx) == self._batch
         on: dict[torch.device, torch.Tensor] = {}
 
         def pick(tensor: torch.Tensor, dim: int) -> torch.Tensor:
@@ -898,6 +898,7 @@ class StaticReplayCache(ReplayCache):
             if isinstance(layer, (StaticReplayLayer, StaticAttentionLayer)):
                 layer.set_static_tensors({name: pick(tensor, 0) for name, tensor in layer.static_tensors().items()})
         if not in_place:
+            self._batch = len(beam_idx)
             self.mark_static()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -917,7 +918,10 @@ class StaticReplayCache(ReplayCache):
     def restore(self, snapshot: StaticReplayCache) -> None:
         """Makes this cache what `snapshot` was; the snapshot stays usable. In place where both are laid out alike."""
         mine, theirs = dict(self.static_tensors()), dict(snapshot.static_tensors())
-        if mine.keys() != theirs.keys() or any(mine[name].shape != theirs[name].shape for name in mine):
+        # (Two sizes may have as many slots of keys, and use others of them.)
+        settings = lambda cache: (cache.signature, cache.replay_config, cache.max_cache_len)  # noqa: E731
+        alike = settings(self) == settings(snapshot) and mine.keys() == theirs.keys()
+        if not alike or any(mine[name].shape != theirs[name].shape for name in mine):
             super().restore(snapshot)
             return
         with torch.no_grad():
