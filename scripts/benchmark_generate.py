@@ -260,11 +260,15 @@ def trouble(row: dict[str, Any]) -> str | None:
 
 
 def report(result: dict[str, Any]) -> str:
-    info = result["about"]
+    info = result.get("about", {})
+    if "mamba_ssm" not in info:
+        raise SystemExit("benchmark_generate: this file is not one that this script has written.")
+    on_cpu = info["options"]["device"] == "cpu"
     lines = [
         f"{info['geometry']}, {info['dtype']}, {info['device']}, {info['date']}, torch {info['torch']}, "
         f"transformers {info['transformers']}, mamba_ssm {info['mamba_ssm'] or 'absent'}, "
         f"prompt of {info['options']['prompt']}, buffer_len {info['options']['buffer_len']}",
+        *(["On the CPU nothing is captured or compiled: those rows compare tokens."] if on_cpu else []),
         "",
     ]
     rows, notes = [], []

@@ -509,15 +509,17 @@ def _bound_drafts(generator: Any, cache: StaticReplayCache) -> None:
     generator.update_candidate_strategy = update_candidate_strategy
 
 
-# What is patched in transformers itself, at import: two names.
+# What is patched in transformers itself, at import: three names.
 
 
 def _register_implementations() -> None:
-    """`GenerationConfig` checks the name of a cache implementation against this list."""
-    known = generation_configuration.ALL_CACHE_IMPLEMENTATIONS
-    generation_configuration.ALL_CACHE_IMPLEMENTATIONS = known + tuple(
-        name for name in REPLAY_IMPLEMENTATIONS if name not in known
-    )
+    """`GenerationConfig` checks names of cache implementations against these lists, the second for `max_cache_len`."""
+    for lists, ours in (
+        ("ALL_CACHE_IMPLEMENTATIONS", REPLAY_IMPLEMENTATIONS),
+        ("ALL_STATIC_CACHE_IMPLEMENTATIONS", ("replayssm_static",)),
+    ):
+        known = getattr(generation_configuration, lists)
+        setattr(generation_configuration, lists, known + tuple(name for name in ours if name not in known))
 
 
 def _refuse_replay_on_plain_models() -> None:

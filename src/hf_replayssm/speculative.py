@@ -919,7 +919,8 @@ def _check_served(model: PreTrainedModel, config: GenerationConfig, assistant: P
             )
     if (assistant is None) == (config.prompt_lookup_num_tokens is None):
         raise ValueError(
-            "Drafts come from one source: pass `assistant_model`, or `prompt_lookup_num_tokens`, and not both."
+            "Drafts come from one source: pass `assistant_model`, or `prompt_lookup_num_tokens`, and not "
+            f"{'none of them' if assistant is None else 'both'}."
         )
     mode = config.get_generation_mode(assistant)
     if mode != GenerationMode.ASSISTED_GENERATION:
@@ -960,13 +961,13 @@ def _prepare(
         for name in ("max_length", "min_length")
     )
     config, unknown = model._prepare_generation_config(generation_config, **kwargs)
-    _check_served(model, config, assistant)
     unknown = sorted(name for name, value in unknown.items() if value is not None)
     if unknown:
         raise ValueError(
             f"`speculative_generate` does not know {', '.join(map(repr, unknown))}: leave it out (or correct a "
             "typo), or use `model.generate`."
         )
+    _check_served(model, config, assistant)
     batch, columns = input_ids.shape
     model._prepare_special_tokens(config, attention_mask is not None, device=input_ids.device, batch_size=batch)
     model._prepare_generated_length(config, no_max_length, no_min_length, "input_ids", columns, input_ids)

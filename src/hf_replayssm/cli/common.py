@@ -160,7 +160,7 @@ def explain_loading(name: str, error: Exception) -> str:
             return f"The folder {name} does not hold a whole model: {first}"
         return (
             f"No model {name!r}: neither a folder here nor to be had from the Hub. Check the id and the network, log "
-            f"in with `hf auth login` if it is gated, or leave --model out for the bundled one. ({first[:200]})"
+            f'in with `hf auth login` if it is gated, or use the bundled one ("{BUNDLED}"). ({first[:200]})'
         )
     return f"{name} could not be loaded: {first}"
 

@@ -185,8 +185,8 @@ def _print_stats(result: dict[str, Any]) -> None:
             ),
             (
                 "forwards of the model",
-                f"{common.count(speculation['target_forwards'])}, {speculation['forwards_saved']:,} fewer than without "
-                "drafts",
+                f"{common.count(speculation['target_forwards'])}, {abs(speculation['forwards_saved']):,} "
+                f"{'fewer' if speculation['forwards_saved'] >= 0 else 'more'} than without drafts",
             ),
         ]
     common.print_rows(common.console(stderr=True), rows + common.stats_rows(result["cache_stats"] or {}))
