@@ -563,8 +563,11 @@ class _AttentionDecoder(_ReplayDecoder):
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.holes = self.holes[index]
-        self.mask = None if self.mask is None else self.mask[upload(index, self.mask.device)]
-        self.cache.batch_select_indices(index)
+        index = upload(index, self.model.device)
+        self.mask = None if self.mask is None else self.mask[index]
+        # (The cache's own `batch_select_indices` leaves layers without a column as they are.)
+        for layer in self._layers():
+            layer.keys, layer.values = (states[index.to(states.device)] for states in (layer.keys, layer.values))
 
 
 def _new_cache(
