@@ -7,6 +7,7 @@ replay; enable and disable can be repeated and leave nothing behind.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import json
 import pickle
@@ -32,6 +33,7 @@ from tiny_models import (
 from transformers import AutoModelForCausalLM, DynamicCache
 
 import hf_replayssm
+from hf_replayssm import ReplayCache, StaticReplayCache
 
 
 NEW = 20
@@ -534,3 +536,49 @@ def test_importing_enables_nothing():
         "assert type(model).__module__.startswith('transformers.')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120, env=_environment())
+
+
+@pytest.mark.parametrize("make", [ReplayCache, functools.partial(StaticReplayCache, max_cache_len=60)])
+@torch.no_grad()
+def test_a_default_device_that_is_not_where_the_positions_are(make):
+    """After `torch.set_default_device("cuda")` a tensor that is made without a device is not on the CPU."""
+    model, name = enabled_model("falcon_h1"), "falcon_h1"
+    rows = [random_ids(1, length, seed=length)[0].tolist() for length in (20, 14)]
+    ids, mask = torch.tensor([rows[0], [0] * 6 + rows[1]]), torch.ones(2, 20, dtype=torch.long)
+    mask[1, :6] = 0
+    counts, beams = torch.tensor([-2, 0]), torch.tensor([1, 0])
+    cache = make(config=model.config, buffer_len=3, max_window=4)
+    with torch.device("meta"):
+        model(input_ids=ids[:, :9], attention_mask=mask[:, :9], cache=cache)
+        model(input_ids=ids[:, 9:11], attention_mask=mask[:, 9:11] * 0, cache=cache)
+        cache.activate_past_recording()
+        model(input_ids=ids[:, 9:13], cache=cache)
+        cache.crop(-1)
+        cache.crop(counts)
+        cache.crop([0, -2])
+        model(input_ids=ids[:, 10:15], cache=cache)
+        cache.reorder_cache(beams)
+        cache.batch_repeat_interleave(2)
+        cache.stats, cache.layers[0].recurrent_states, cache.layers[0].conv_states
+        new = ids[:, 15:].flip(0).repeat_interleave(2, dim=0)
+        logits = model(input_ids=new, cache=cache).logits
+    expected = [
+        whole_forward(shared_model(name), torch.tensor([row]))[0, -5:] for row in (rows[1], rows[1], rows[0], rows[0])
+    ]
+    assert_same_logits(logits, torch.stack(expected))
+
+
+@pytest.mark.parametrize("implementation", ["replayssm", "replayssm_static"])
+def test_generate_with_such_a_default_device(implementation):
+    model, ids, mask = enabled_model("bamba"), random_ids(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    expected = generate(model, ids, attention_mask=mask)
+    one, draft = generate(model, ids[1:]), hf_replayssm.enable(tiny_model("bamba", seed=1))
+    chosen = {"cache_implementation": implementation, "max_new_tokens": NEW, "do_sample": False}
+    with torch.device("meta"):
+        assert torch.equal(generate(model, ids, attention_mask=mask, **chosen), expected)
+        assert torch.equal(generate(model, ids[1:], prompt_lookup_num_tokens=3, **chosen), one)
+        assert torch.equal(generate(model, ids[1:], assistant_model=draft, **chosen), one)
+        for source in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": draft}):
+            tokens = hf_replayssm.speculative_generate(model, ids, mask, **source, **chosen)
+            assert torch.equal(tokens, expected)

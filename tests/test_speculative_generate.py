@@ -300,6 +300,18 @@ def test_rows_end_at_their_end_tokens_and_leave(family, kind, stay, monkeypatch)
         assert batches == sorted(batches, reverse=True)
 
 
+@pytest.mark.parametrize("kind", ["rejected", "attention"])
+def test_rows_leave_a_draft_that_holds_no_token(kind):
+    """Prompts of one token, and nothing accepted: the draft's cache is empty when the first row ends."""
+    model, ids = enabled_model("falcon_h1"), random_ids(3, 1)
+    first = model.generate(ids, max_new_tokens=1)[:, 1]
+    ends = {"eos_token_id": int(first[1]), "pad_token_id": 0, "max_new_tokens": 9}
+    output = speculative_generate(model, ids, return_dict_in_generate=True, **ends, **drafting(kind, "falcon_h1"))
+    assert output.statistics.accepted_per_round[0] == 0 and output.statistics.new_tokens_per_row[1] == 1
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **ends)
+    assert torch.equal(output.sequences, expected)
+
+
 class EndsWhere(StoppingCriteria):
     """Holds for rows whose last two tokens have such a sum. Counts how often it was asked of a row."""
 

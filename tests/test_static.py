@@ -775,10 +775,17 @@ def test_graphs_are_dropped_when_the_model_has_changed(tapes, change):
         after = model.generate(ids, max_new_tokens=20, **CAPTURED)
         assert torch.equal(after, greedy_without_cache(plain, ids, 20)) and not torch.equal(after, before)
         assert len(tapes) == 1 and tapes[0].recordings == 2
+    with_drafts = {"max_new_tokens": 40, "prompt_lookup_num_tokens": 4, **CAPTURED}
+    model.generate(ids[:1], **with_drafts)
+    for each in (plain, model):
+        change(each)
+    assert torch.equal(model.generate(ids[:1], **with_drafts), greedy_without_cache(plain, ids[:1], 40))
+    model.generate(ids, max_new_tokens=20, **CAPTURED)
+    recordings = [tape.recordings for tape in tapes]
     for each in (plain, model):  # in place
         each.model.layers[0].mamba.in_proj.weight.mul_(1.5)
     assert torch.equal(model.generate(ids, max_new_tokens=20, **CAPTURED), greedy_without_cache(plain, ids, 20))
-    assert tapes[0].recordings == 2
+    assert [tape.recordings for tape in tapes] == recordings
 
 
 @torch.no_grad()

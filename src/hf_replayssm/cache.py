@@ -151,7 +151,7 @@ class ReplayCache(Cache):
             elif now.columns == 0 and bool((mask.any(1) & ~mask[:, -1]).any()):
                 raise ValueError(RIGHT_PADDING)
 
-        zeros = torch.zeros(batch_size, dtype=torch.long)
+        zeros = torch.zeros(batch_size, dtype=torch.long, device="cpu")
         if now.batch_size is None:
             now = dataclasses.replace(now, seen=zeros, held=zeros, first=zeros, croppable=zeros, holes=zeros)
         plan = self._plan_recorded if now.recording else self._plan_unrecorded
@@ -301,8 +301,10 @@ class ReplayCache(Cache):
         counts = torch.full_like(now.seen, tokens) if mask is None else mask.sum(1)
         columns_mask = now.mask
         if mask is not None or now.mask is not None:
-            past = torch.ones((len(counts), now.columns), dtype=torch.bool) if now.mask is None else now.mask
-            new = torch.ones((len(counts), tokens), dtype=torch.bool) if mask is None else mask
+            past = (
+                torch.ones((len(counts), now.columns), dtype=torch.bool, device="cpu") if now.mask is None else now.mask
+            )
+            new = torch.ones((len(counts), tokens), dtype=torch.bool, device="cpu") if mask is None else mask
             columns_mask = torch.cat([past, new], 1)
         return dataclasses.replace(now, columns=now.columns + tokens, seen=now.seen + counts, mask=columns_mask)
 
@@ -399,9 +401,9 @@ class ReplayCache(Cache):
             return
         mask = now.mask
         if mask is None and int(lengths.min()) < columns:
-            mask = torch.ones((len(counts), now.columns), dtype=torch.bool)
+            mask = torch.ones((len(counts), now.columns), dtype=torch.bool, device="cpu")
         if mask is not None:
-            source = torch.arange(columns) + (now.columns - counts - columns)[:, None]
+            source = torch.arange(columns, device="cpu") + (now.columns - counts - columns)[:, None]
             mask = mask.gather(1, source.clamp(min=0)) & (source >= 0)
             mask = None if bool(mask.all()) else mask
         real = now.real_among_newest(counts)
@@ -421,7 +423,7 @@ class ReplayCache(Cache):
         """The counts as a (batch,) tensor of numbers >= 0 (None on a cache without rows and nothing to remove)."""
         batch = None if self.batch_size == -1 else self.batch_size
         if isinstance(tokens_to_remove, (list, tuple)):
-            tokens_to_remove = torch.tensor(tokens_to_remove)
+            tokens_to_remove = torch.tensor(tokens_to_remove, device="cpu")
         if isinstance(tokens_to_remove, torch.Tensor) and tokens_to_remove.dim() > 0:
             counts = tokens_to_remove.to("cpu")
             wrong_shape = counts.dim() != 1 or (batch is not None and len(counts) != batch)
@@ -432,7 +434,7 @@ class ReplayCache(Cache):
                 )
             counts = counts.long()
         else:
-            counts = torch.full((batch or 1,), operator.index(tokens_to_remove), dtype=torch.long)
+            counts = torch.full((batch or 1,), operator.index(tokens_to_remove), dtype=torch.long, device="cpu")
         if bool((counts > 0).any()):
             raise CropError(
                 f"`crop` takes counts <= 0, the number of tokens to remove as a negative number, not "
@@ -460,7 +462,7 @@ class ReplayCache(Cache):
             layer.keys = layer.keys[..., last - length : last, :]
             layer.values = layer.values[..., last - length : last, :]
             return
-        source = (torch.arange(length) + (stored - counts - length)[:, None]).clamp(min=0)
+        source = (torch.arange(length, device="cpu") + (stored - counts - length)[:, None]).clamp(min=0)
         source = upload(source, layer.keys.device)[:, None, :, None]
         layer.keys, layer.values = (
             states.gather(-2, source.expand(-1, states.shape[1], -1, states.shape[-1]))
@@ -497,7 +499,7 @@ class ReplayCache(Cache):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row `repeats` times, repeats next to each other."""
         if self.positions.batch_size is not None:
-            self.reorder_cache(torch.arange(self.positions.batch_size).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self.positions.batch_size, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows at `indices` (integers, or a (batch,) bool mask)."""

@@ -150,12 +150,13 @@ class CapturedForwards:
         self.recorder, self.max_graphs = recorder, max_graphs
         self.captured: dict[Any, _Captured] = {}
         self.layout: Any = None
-        self.frozen: Any = None
+        self.frozen: Any = None  # of the model, when it was last looked at
+        self.call: object = None  # and for which call
 
-    def __call__(self, model: torch.nn.Module, inputs: dict[str, Any], same_model: bool = False) -> Any:
+    def __call__(self, model: torch.nn.Module, inputs: dict[str, Any], call: object = None) -> Any:
         """
-        `model(**inputs)`; `inputs["cache"]` is the cache that this belongs to. `same_model`: nothing about the model
-        has changed since the last forward, which takes a millisecond or two to find out.
+        `model(**inputs)`; `inputs["cache"]` is the cache that this belongs to. While `call` is the same object, nothing
+        about the model changes, which takes a millisecond or two to find out. None: it may have changed.
         """
         cache: StaticReplayCache = inputs["cache"]
         key = self._key(model, cache, inputs)
@@ -164,10 +165,11 @@ class CapturedForwards:
         layout = cache.layout, id(model), model.get_input_embeddings().weight.data_ptr()
         if layout != self.layout:  # addresses have changed
             self.captured.clear()
-            self.layout, same_model = layout, False
-        if not same_model and (now := frozen(model)) != self.frozen:  # what a graph has frozen has changed
-            self.captured.clear()
-            self.frozen = now
+            self.layout, self.call = layout, None
+        if call is None or call is not self.call:
+            before, self.frozen, self.call = self.frozen, frozen(model), call
+            if self.frozen != before:
+                self.captured.clear()
         if key not in self.captured and len(self.captured) >= self.max_graphs:
             _warn_once(
                 f"{self.max_graphs} shapes of inputs are captured already; a forward of another one runs eagerly. Use "
@@ -252,9 +254,9 @@ def _map(outputs: Any, function: Callable[[Any], Any]) -> Any:
     return None if outputs is None else function(outputs)
 
 
-def captured_forward(model: torch.nn.Module, inputs: dict[str, Any], same_model: bool = False) -> Any:
+def captured_forward(model: torch.nn.Module, inputs: dict[str, Any], call: object = None) -> Any:
     """`model(**inputs)` through the graphs of `inputs["cache"]`; see [`CapturedForwards.__call__`]."""
     cache: StaticReplayCache = inputs["cache"]
     if cache.graphs is None:
         cache.graphs = CapturedForwards(RECORDERS[model.device.type](model.device))
-    return cache.graphs(model, inputs, same_model)
+    return cache.graphs(model, inputs, call)

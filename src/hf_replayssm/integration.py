@@ -350,15 +350,13 @@ class ReplayGeneration(ReplacedClass):
 
     def get_compiled_call(self, compile_config) -> Callable:
         # What `generate` calls for decoding steps where `_valid_auto_compile_criteria` holds.
-        compiled_call, same_model = super().get_compiled_call, False
+        # Between two calls of `generate` the model may have been changed, within one it is not.
+        compiled_call, this_call = super().get_compiled_call, object()
 
         def call(**inputs):
-            nonlocal same_model
             cache = inputs.get("cache")
             if isinstance(cache, StaticReplayCache) and cache.replay_config.capture:
-                # Between two calls of `generate` the model may have been changed, within one it is not.
-                outputs, same_model = capture.captured_forward(self, inputs, same_model), True
-                return outputs
+                return capture.captured_forward(self, inputs, this_call)
             return compiled_call(compile_config)(**inputs)
 
         return call

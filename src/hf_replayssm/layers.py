@@ -401,7 +401,7 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
             if head < count:
                 self.conv_inputs[:, : count - head] = inputs[:, head:]
             return
-        token = torch.arange(segment.num_tokens)
+        token = torch.arange(segment.num_tokens, device="cpu")
         keep = (token < counts.values[:, None]) & (token >= counts.values[:, None] - ring)
         row, token = keep.nonzero(as_tuple=True)
         slot = (seen.values[row] + token) % ring

@@ -53,7 +53,7 @@ class Rows:
         key = (count, capacity, device)
         if key not in self._on:
             begin = self.values[:, None] if self.same is None else self.same
-            self._on[key] = upload((begin + torch.arange(count)) % capacity, device)
+            self._on[key] = upload((begin + torch.arange(count, device="cpu")) % capacity, device)
         return self._on[key]
 
     def __bool__(self) -> bool:
@@ -119,7 +119,7 @@ class Segment:
         """Row, number in `real_first` order and buffer slot of each real token of the segment, on `device`."""
         key = ("write", capacity, device)
         if key not in self._on:
-            real = torch.arange(self.num_tokens) < self.counts.values[:, None]
+            real = torch.arange(self.num_tokens, device="cpu") < self.counts.values[:, None]
             row, token = real.nonzero(as_tuple=True)
             slot = (self.first.values[row] + self.start.values[row] + token) % capacity
             self._on[key] = tuple(upload(index, device) for index in (row, token, slot))
@@ -163,8 +163,8 @@ class Segment:
 
 def ring_slots(seen: Rows, count: int, ring: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The ring slots of the newest `count` tokens of rows that have seen `seen`; see [`Segment.ring_slots`]."""
-    newest = torch.tensor(seen.same) if seen.same is not None else seen.values[:, None]
-    token = newest - count + torch.arange(count)
+    newest = torch.tensor(seen.same, device="cpu") if seen.same is not None else seen.values[:, None]
+    token = newest - count + torch.arange(count, device="cpu")
     exists = token >= 0
     return upload(token % ring, device), None if bool(exists.all()) else upload(exists, device)
 

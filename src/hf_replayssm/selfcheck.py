@@ -149,8 +149,8 @@ def self_check(
     """
     model = tiny_model(model_type, config=config, seed=seed).to(device)
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator).to(device)
-    wrong = torch.randint(3, VOCAB, (2, LENGTH), generator=generator).to(device)
+    ids = torch.randint(3, VOCAB, (2, LENGTH), generator=generator, device="cpu").to(device)
+    wrong = torch.randint(3, VOCAB, (2, LENGTH), generator=generator, device="cpu").to(device)
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
         results = [_state_matters(model_type, model, ids, expected)]

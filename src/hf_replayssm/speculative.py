@@ -517,7 +517,7 @@ class _AttentionDecoder(_ReplayDecoder):
 
     def _inputs(self, shape: torch.Size, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
         if self.holes is None:
-            self.holes = torch.zeros(shape[0], dtype=torch.long)
+            self.holes = torch.zeros(shape[0], dtype=torch.long, device="cpu")
         if self.mask is None and mask is not None and not bool(mask.all()):
             self.mask = self._all_tokens(self.columns)
         self.columns += shape[1]
@@ -545,7 +545,7 @@ class _AttentionDecoder(_ReplayDecoder):
             for layer in self._layers():
                 layer.keys, layer.values = layer.keys[..., :columns, :], layer.values[..., :columns, :]
             return
-        source = torch.arange(columns) + shift[:, None]
+        source = torch.arange(columns, device="cpu") + shift[:, None]
         source = upload(source, self.model.device)
         there, source = source >= 0, source.clamp(min=0)  # (b, columns)
         # What one row takes back may be there for another: every column up to the end of the forward counts here.
@@ -563,8 +563,11 @@ class _AttentionDecoder(_ReplayDecoder):
 
     def keep_rows(self, index: torch.Tensor) -> None:
         self.holes = self.holes[index]
-        self.mask = None if self.mask is None else self.mask[upload(index, self.mask.device)]
-        self.cache.batch_select_indices(index)
+        index = upload(index, self.model.device)
+        self.mask = None if self.mask is None else self.mask[index]
+        # (The cache's own `batch_select_indices` leaves layers without a column as they are.)
+        for layer in self._layers():
+            layer.keys, layer.values = (states[index.to(states.device)] for states in (layer.keys, layer.values))
 
 
 def _new_cache(
@@ -623,14 +626,14 @@ class _Speculation:
         # Processors and criteria of the caller's choice look at tokens on the device. The loop itself does not.
         self.mirror = None if self.memoryless and not criteria else upload(self.sequences, self.device)
         self.end_tokens = None if config._eos_token_tensor is None else config._eos_token_tensor.cpu()
-        first = torch.zeros(batch, dtype=torch.long) if mask is None else mask.long().argmax(1)
+        first = torch.zeros(batch, dtype=torch.long, device="cpu") if mask is None else mask.long().argmax(1)
         self.lookups = [PromptLookup(config.max_matching_ngram_size or MAX_MATCHING_NGRAM_SIZE) for _ in range(batch)]
         if draft is None:
             for lookup, tokens, begin in zip(self.lookups, self.sequences[:, : self.prompt].tolist(), first.tolist()):
                 lookup.extend(tokens[begin:])
-        self.lengths = torch.full((batch,), self.prompt)  # tokens of each row, left padding included
-        self.finished = torch.zeros(batch, dtype=torch.bool)
-        self._set_rows(torch.arange(batch))
+        self.lengths = torch.full((batch,), self.prompt, device="cpu")  # tokens of each row, left padding included
+        self.finished = torch.zeros(batch, dtype=torch.bool, device="cpu")
+        self._set_rows(torch.arange(batch, device="cpu"))
         self.drafted_per_row, self.accepted_per_row = (torch.zeros_like(self.lengths) for _ in range(2))
         self.drafted_per_round: list[int] = []
         self.accepted_per_round: list[int] = []
@@ -716,7 +719,7 @@ class _Speculation:
         if self.draft is not None and k > 0:
             # The newest two tokens are new to the draft model. Of the first round's, one may be padding, or not there.
             new = min(2, int(self.lengths.min()))
-            ids = self.sequences[rows, begin[:, None] + torch.arange(-new, 0)]
+            ids = self.sequences[rows, begin[:, None] + torch.arange(-new, 0, device="cpu")]
             given = upload(torch.cat([room.clamp(max=k), ids], dim=1), self.device)
             drafts, proposal = self._draft_by_model(k, given[:, 1:], begin)
             return torch.cat([given[:, -1:], drafts], dim=1), given[:, 0], proposal
@@ -728,8 +731,8 @@ class _Speculation:
             ]
         if not self.fixed:
             k = max(len(tokens) for tokens in found)  # no columns for drafts that no row has
-        drafts = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found]).view(len(found), k)
-        available = torch.tensor([[len(tokens)] for tokens in found]).minimum(room)
+        drafts = torch.tensor([tokens + [0] * (k - len(tokens)) for tokens in found], device="cpu").view(len(found), k)
+        available = torch.tensor([[len(tokens)] for tokens in found], device="cpu").minimum(room)
         newest = self.sequences[rows, begin[:, None] - 1]
         given = upload(torch.cat([available, newest, drafts.long()], dim=1), self.device)
         proposal = None
@@ -770,7 +773,7 @@ class _Speculation:
             return self.processors(no_tokens, flat).view_as(logits)
         # Processors take rows of one length, as they are in `generate`.
         scores = logits.clone()
-        before = self.lengths[self.rows, None] + drafted + torch.arange(logits.shape[1])
+        before = self.lengths[self.rows, None] + drafted + torch.arange(logits.shape[1], device="cpu")
         before = before.where(~self.finished[self.rows, None], self.config.max_length)
         for length in before[before < self.config.max_length].unique().tolist():
             row, position = upload((before == length).nonzero(), self.device).unbind(1)
@@ -795,7 +798,7 @@ class _Speculation:
         """How many (b,) of the accepted tokens and the one after them go into the output, and which rows end there."""
         if self.end_tokens is None:
             return accepted + 1, torch.zeros_like(accepted, dtype=torch.bool)
-        ends = torch.isin(tokens, self.end_tokens) & (torch.arange(tokens.shape[1]) <= accepted[:, None])
+        ends = torch.isin(tokens, self.end_tokens) & (torch.arange(tokens.shape[1], device="cpu") <= accepted[:, None])
         ended = ends.any(1)
         return (ends.long().argmax(1) + 1).where(ended, accepted + 1), ended
 
@@ -843,7 +846,7 @@ class _Speculation:
 
     def _columns(self, begin: torch.Tensor, count: int) -> torch.Tensor:
         """(b, count) of `sequences`, from each row's `begin` (b,) on."""
-        return (begin[:, None] + torch.arange(count)).clamp(max=self.sequences.shape[1] - 1)
+        return (begin[:, None] + torch.arange(count, device="cpu")).clamp(max=self.sequences.shape[1] - 1)
 
     def _show(self, tokens: torch.Tensor, begin: torch.Tensor) -> None:
         """Puts tokens (b, t) from each row's `begin` on where processors and criteria see them, if there are any."""
@@ -854,7 +857,7 @@ class _Speculation:
     def _padded(self) -> torch.Tensor:
         """The output: what drafts have left behind a row's end becomes padding."""
         columns = int(self.lengths.max())
-        padding = torch.arange(columns) >= self.lengths[:, None]
+        padding = torch.arange(columns, device="cpu") >= self.lengths[:, None]
         pad = self.config._pad_token_tensor
         return self.sequences[:, :columns].masked_fill(padding, 0 if pad is None else int(pad))
 
@@ -1037,7 +1040,7 @@ def _check_cache(cache: ReplayCache, model: PreTrainedModel, ids: torch.Tensor, 
     told = None if mask is None or bool(mask[:, :seen].all()) else mask[:, :seen]
     known = cache.padding_mask()
     if isinstance(cache, StaticReplayCache) and seen:  # it knows how many tokens a row has, and padding is on the left
-        known = torch.arange(seen) >= seen - cache.lengths.cpu()[:, None]
+        known = torch.arange(seen, device="cpu") >= seen - cache.lengths.cpu()[:, None]
         known = None if bool(known.all()) else known
     if (known is None) != (told is None) or (known is not None and not torch.equal(known, told)):
         raise ValueError(

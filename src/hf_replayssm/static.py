@@ -903,7 +903,7 @@ class StaticReplayCache(ReplayCache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if self._batch is not None:
-            self.reorder_cache(torch.arange(self._batch).repeat_interleave(repeats))
+            self.reorder_cache(torch.arange(self._batch, device="cpu").repeat_interleave(repeats))
 
     # Copies.
 

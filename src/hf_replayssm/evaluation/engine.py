@@ -119,9 +119,9 @@ class Run:
         settings, done = self.settings, 0
         for batch in batches(self._cut(), settings.batch_size, self.look_ahead):
             length = max(len(context.inputs) for context in batch)
-            inputs = torch.full((len(batch), length), forward.FILLER)
-            targets = torch.full((len(batch), length), forward.FILLER)
-            scored = torch.zeros(len(batch), length, dtype=torch.bool)
+            inputs = torch.full((len(batch), length), forward.FILLER, device="cpu")
+            targets = torch.full((len(batch), length), forward.FILLER, device="cpu")
+            scored = torch.zeros(len(batch), length, dtype=torch.bool, device="cpu")
             for row, context in enumerate(batch):
                 end = len(context.inputs)
                 inputs[row, :end], targets[row, :end] = context.inputs, context.targets

@@ -145,7 +145,7 @@ class ReplayBackbone(ReplacedClass):
             # Bamba would start at 0 again; and rows cropped to lengths of their own go on from their own.
             after = cache.forward_in_progress.after
             if after.mask is None:
-                position_ids = torch.arange(past, past + tokens)[None]
+                position_ids = torch.arange(past, past + tokens, device="cpu")[None]
             else:
                 position_ids = (after.mask.long().cumsum(1)[:, past:] - 1).clamp(min=0)
             arguments["position_ids"] = upload(position_ids, inputs.device)
