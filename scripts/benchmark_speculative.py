@@ -170,14 +170,11 @@ class Forwards:
 
 def static_forwards(model, batch: int, tokens: int, prompt: int, count: int) -> dict[str, Any]:
     """One captured forward through the static cache, run `count` times, all tokens accepted."""
-    static = getattr(hf_replayssm, "StaticReplayCache", None)
-    if static is None:
-        raise NotImplementedError("There is no static replay cache in this version")
     settings = model._replay_config.replace(max_window=max(tokens, 1))
     length = prompt + tokens * (count + 8)
     caches = {
         "plain": ReplayCache(config=model.config, replay_config=settings),
-        "static": static(config=model.config, max_cache_len=length, replay_config=settings),
+        "static": hf_replayssm.StaticReplayCache(config=model.config, max_cache_len=length, replay_config=settings),
     }
     ids, window = random_prompt(model, batch, prompt), random_prompt(model, batch, tokens, seed=1)
     logits = {}

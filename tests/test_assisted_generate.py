@@ -22,6 +22,7 @@ from tiny_models import (
     FIRST_TOKEN,
     VOCAB,
     Forwards,
+    Streamer,
     assert_same_logits,
     copy_of,
     enabled_model,
@@ -431,17 +432,6 @@ def test_stopping_criteria(family: str):
         assert stop <= length <= stop + 5
         assert torch.equal(out.sequences, plain[:, :length])
         assert out.cache.get_seq_length() == length - 1
-
-
-class Streamer:
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
 
 
 def test_the_end_token_inside_an_accepted_window(family: str):

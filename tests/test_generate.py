@@ -15,6 +15,7 @@ from tiny_models import (
     FIRST_TOKEN,
     VARIANT_NAMES,
     Forwards,
+    Streamer,
     assert_same_logits,
     copy_of,
     enabled_model,
@@ -316,17 +317,6 @@ def test_prefill_chunk_size_of_a_padded_batch(family: str):
 
 
 # ------------------------------------------------------------------------------------------------ streaming, embeddings
-class Streamer:
-    def __init__(self):
-        self.tokens, self.ended = [], False
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
-
-
 def test_streaming(family: str):
     ids = random_ids(1, 6, seed=40)
     streamer = Streamer()

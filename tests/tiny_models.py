@@ -610,3 +610,16 @@ class Forwards:
 
     def __exit__(self, *_):
         self.handle.remove()
+
+
+class Streamer:
+    """Of `generate`: what it was given, and whether it was told the end."""
+
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True

@@ -225,7 +225,6 @@ def test_what_a_forward_sends_to_the_device_can_be_given_again(tokens):
         forwards.call(torch.ones((2, tokens + 2), dtype=torch.long))
 
 
-@pytest.mark.skipif(not hasattr(hf_replayssm, "StaticReplayCache"), reason="there is no static cache")
 @pytest.mark.parametrize("tokens", [1, 5])
 @torch.no_grad()
 def test_forwards_through_the_static_cache(tokens, monkeypatch):

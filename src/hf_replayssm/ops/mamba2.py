@@ -16,9 +16,6 @@ p head_dim, n state, s buffer slots, t new tokens. dt is final everywhere (bias,
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch.nn import functional as F
 
@@ -268,24 +265,26 @@ def scan_triton(
 
     (batch, tokens, heads, head_dim), (groups, state_size) = x.shape, B.shape[2:]
     shape = batch, heads, head_dim, state_size
-    state = x.new_zeros(shape, dtype=torch.float32) if initial_state is None else initial_state.float().clone()
+    if initial_state is None:
+        state = x.new_zeros(shape, dtype=torch.float32)
+    else:
+        state = initial_state.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
     window = min(SCAN_WINDOW, tokens)
     buffers = (
         x.new_empty((batch, heads, window, head_dim)),
         B.new_empty((batch, groups, window, state_size)),
         dt.new_empty((batch, heads, window)),
     )
-    outputs = []
-    for begin in range(0, tokens, window):
-        part = slice(begin, min(begin + window, tokens))
-        positions = torch.zeros((5, batch), dtype=torch.int32, device=x.device)
-        positions[COUNT] = positions[FOLD] = part.stop - begin
-        new = x[:, part], B[:, part], C[:, part], dt[:, part]
-        outputs.append(mamba2_step(positions, *new, *buffers, A, D, state, out_dtype=torch.float32))
-    return torch.cat(outputs, dim=1), state
-
-
-@functools.cache
-def has_fast_scan() -> bool:
-    """Whether upstream's chunked scan has the package that it takes its kernels from."""
-    return importlib.util.find_spec("mamba_ssm") is not None
+    y = x.new_empty(x.shape, dtype=torch.float32)
+    begin, positions = 0, {}  # of windows of one length, the same
+    for new in zip(*(tensor.split(window, dim=1) for tensor in (x, B, C, dt))):
+        count = new[0].shape[1]
+        if count not in positions:
+            positions[count] = torch.zeros((5, batch), dtype=torch.int32, device=x.device)
+            positions[count][COUNT] = positions[count][FOLD] = count
+        out = mamba2_step(positions[count], *new, *buffers, A, D, state, out_dtype=torch.float32)
+        if count == tokens:
+            return out, state
+        y[:, begin : begin + count] = out
+        begin += count
+    return y, state
