@@ -1,0 +1,178 @@
+"""
+Gated DeltaNet and Kimi Delta Attention (KDA) with replay: the PyTorch reference, which defines the meaning and is the
+path of every device without Triton.
+
+The recurrence (Yang et al., "Gated Delta Networks", 2024; Kimi Team, "Kimi Linear", 2025), S being K x V, k and q of
+unit length, q scaled by K^-1/2, and the log decay g_t <= 0 a scalar (Gated DeltaNet) or one number per key channel (KDA):
+
+    u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)
+    S_t = exp(g_t) S_{t-1} + k_t u_t^T
+    y_t = S_t^T q_t
+
+A layer keeps a *checkpoint* S0 of its state and a *buffer* with (k, u, g) of the tokens since. With G_t the sum of g over
+the buffered tokens up to t,
+
+    S_t = exp(G_t) S0 + sum_{j<=t} (exp(G_t - G_j) k_j) u_j^T                                             (`fold`)
+    y_t = S0^T (exp(G_t) q_t) + sum_{j<=t} (k_j . exp(G_t - G_j) q_t) u_j                                 (`replay`)
+    u_t = beta_t (v_t - S0^T (exp(G_t) k_t) - sum_{j<t} (k_j . exp(G_t - G_j) k_t) u_j)
+
+so one read of S0, against the k and the q of all new tokens, gives both the outputs and, by a unit lower triangular
+solve among the new tokens, the u that the buffer keeps. u depends on the state: it is stored in float32, since what is
+rounded there stays in the state. k is stored raw, as it leaves the convolution, and normalised whenever it is read.
+
+Letters in the shapes: b batch, h value heads, m key heads (each serves h / m value heads, blocked: key head = head //
+(h / m)), c channels of a key (K above), d channels of a value (V above), s buffer slots, t new tokens. g and beta are
+final (softplus, sigmoid and a factor of a family applied). A token with g = 0 and beta = 0 changes nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .mamba2 import accumulate_dtype
+
+
+NORM_EPS = 1e-6  # inside the root, as in upstream's modules and in flash-linear-attention
+
+
+def unit(x: torch.Tensor) -> torch.Tensor:
+    """`x` at length one along its last dimension."""
+    return x * (x.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+
+
+def replay(
+    q: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    k: torch.Tensor,
+    u: torch.Tensor,
+    g: torch.Tensor,
+    checkpoint: torch.Tensor,
+    start: int | torch.Tensor,
+    end: int | torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Outputs and `u` of the newest tokens of the buffer; reads the checkpoint once and changes nothing.
+
+    Args:
+        q (b, t, m, c), v (b, t, h, d), beta (b, t, h): of the new tokens; q raw, as it leaves the convolution.
+        k (b, m, s, c) raw, u (b, h, s, d), g (b, h, s) or for KDA (b, h, s, c): the buffer, s >= 1. k and g of the new
+            tokens are already in it; u is read in front of them only, since it is what this function finds.
+        checkpoint (b, h, c, d): the state before slot 0.
+        start: the slot of the first new token, an integer for all rows or a (b,) tensor; token i is in slot start + i.
+        end: one past the newest valid slot, likewise. What lies in or behind it is never used, NaN included. Where
+            `start + i >= end` (masked tokens at a row's end) the output and the u of token i are zero.
+
+    Returns: y (b, t, h, d) and u of the new tokens (b, t, h, d), in the accumulation dtype.
+    """
+    dtype = accumulate_dtype(q, k, checkpoint)
+    tokens, ragged = q.shape[1], isinstance(start, torch.Tensor)
+    slots = k.shape[2] if ragged else end
+    k, g = k[:, :, :slots].to(dtype), g[:, :, :slots].to(dtype)
+    q, v, beta = (new.to(dtype).transpose(1, 2) for new in (q, v, beta))
+    g = g.unsqueeze(-1) if g.dim() == 3 else g  # (b, h, s, 1) or (b, h, s, c)
+    if ragged:
+        slot = torch.arange(slots, device=k.device)
+        token = start[:, None] + torch.arange(tokens, device=k.device)  # (b, t), a slot
+        valid, real = slot < end[:, None], token < end[:, None]
+        k, g = where(valid, k), where(valid, g)
+        q, v, beta = where(real, q), where(real, v), where(real, beta)
+        u = where(slot < start[:, None], u[:, :, :slots].to(dtype))
+        old = slots
+    else:
+        u, old = u[:, :, :start].to(dtype), start
+
+    # Time is counted backwards from the newest token: `behind` sums g over the tokens behind a slot. What is subtracted
+    # from it below is the little that lies behind a new token, so the difference is as exact as its exponent needs.
+    total = g.flip(2).cumsum(2).flip(2)  # (b, h, s, 1 or c), the slot itself included
+    behind = torch.cat([total[:, :, 1:], torch.zeros_like(g[:, :, :1])], 2)
+    k = unit(k)
+    if ragged:
+        at = token.clamp(max=slots - 1)[:, None, :, None]
+        new_k = where(real, k.gather(2, at.expand(-1, k.shape[1], -1, k.shape[3])))
+        new_behind = where(real, behind.gather(2, at.expand(-1, g.shape[1], -1, g.shape[3])))
+    else:
+        new_k, new_behind = k[:, :, start:], behind[:, :, start:]
+
+    # k and q of the new tokens meet the same things: they are stacked, k first.
+    new = torch.cat([new_k, unit(q) * q.shape[-1] ** -0.5], 2)  # (b, m, 2 t, c)
+    now = new_behind.repeat(1, 1, 2, 1)  # (b, h, 2 t, 1 or c)
+    from_buffer = decayed_products(new, k[:, :, :old], now, behind[:, :, :old]) @ u
+    decay = (total[:, :, :1] - now).clamp(max=0.0).exp()
+    from_checkpoint = (per_head(new, g.shape[1]) * decay) @ checkpoint.to(dtype)
+    for_k, for_q = (from_checkpoint + from_buffer).chunk(2, dim=2)  # (b, h, t, d)
+
+    among = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()
+    by_k, by_q = decayed_products(new, new_k, now, new_behind, among.repeat(2, 1)).chunk(2, dim=2)  # (b, h, t, t)
+    new_u = beta[..., None] * (v - for_k)
+    if tokens > 1:
+        # u_t + beta_t sum_{i<t} (k_i . exp(G_t - G_i) k_t) u_i; the diagonal is taken as ones.
+        new_u = torch.linalg.solve_triangular(beta[..., None] * by_k, new_u, upper=False, unitriangular=True)
+    y = for_q + by_q @ new_u
+    return y.transpose(1, 2), new_u.transpose(1, 2)
+
+
+def fold(
+    k: torch.Tensor,
+    u: torch.Tensor,
+    g: torch.Tensor,
+    checkpoint: torch.Tensor,
+    count: int | torch.Tensor,
+) -> torch.Tensor:
+    """
+    The state after the first `count` slots of the buffer (an integer for all rows, or a (b,) tensor): what a flush
+    stores, with the very u that gave the tokens' outputs. Shapes as in [`replay`]; slots from `count` on are never used,
+    NaN included.
+
+    Returns: (b, h, c, d), in the accumulation dtype.
+    """
+    dtype = accumulate_dtype(k, checkpoint)
+    slots = k.shape[2] if isinstance(count, torch.Tensor) else count  # (a tensor is not read on the host)
+    checkpoint = checkpoint.to(dtype)
+    if slots == 0:
+        return checkpoint
+    k, u, g = (buffer[:, :, :slots].to(dtype) for buffer in (k, u, g))
+    g = g.unsqueeze(-1) if g.dim() == 3 else g
+    if isinstance(count, torch.Tensor):
+        valid = torch.arange(slots, device=k.device) < count[:, None]
+        k, u, g = where(valid, k), where(valid, u), where(valid, g)
+    total = g.flip(2).cumsum(2).flip(2)  # from the newest backwards: what is recent decays exactly
+    behind = torch.cat([total[:, :, 1:], torch.zeros_like(g[:, :, :1])], 2)
+    decayed = per_head(unit(k), g.shape[1]) * behind.exp()  # (b, h, s, c)
+    kept = checkpoint * total[:, :, 0, :, None].exp()  # (b, h, c, d)
+    folded = torch.baddbmm(kept.flatten(0, 1), decayed.flatten(0, 1).transpose(1, 2), u.flatten(0, 1))
+    return folded.view(checkpoint.shape)
+
+
+def decayed_products(
+    new: torch.Tensor,
+    k: torch.Tensor,
+    now: torch.Tensor,
+    behind: torch.Tensor,
+    visible: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    k_j . exp(G_t - G_j) x_t for rows t of `new` (b, m, t, c) and slots j of `k` (b, m, s, c), per value head; `now` and
+    `behind`, (b, h, t or s, 1 or c), are the log decays behind them, of which G_t - G_j = behind_j - now_t. Zero where
+    `visible` (t, s) is False; every slot is visible without it. Returns (b, h, t, s).
+    """
+    heads = now.shape[1]
+    # Of KDA these are t s c numbers: an exponent is formed of a pair, since exp(-G_j) alone overflows. It is masked
+    # before exp (behind the token it is positive), and clamped: sums may differ in the last bit.
+    exponent = (behind[:, :, None] - now[:, :, :, None]).clamp(max=0.0)  # (b, h, t, s, 1 or c)
+    if visible is not None:
+        exponent = exponent.masked_fill(~visible[..., None], -torch.inf)
+    if exponent.shape[-1] == 1:
+        return per_head(new @ k.transpose(-1, -2), heads) * exponent.squeeze(-1).exp()
+    return (per_head(new, heads)[:, :, :, None] * per_head(k, heads)[:, :, None] * exponent.exp()).sum(-1)
+
+
+def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(b, m, ...) of the key heads as (b, h, ...) of the value heads that they serve."""
+    repeats = heads // x.shape[1]
+    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+
+def where(valid: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`x` (b, h, s, ...) with zeros where `valid` (b, s) is False, by selection: a product would carry a NaN over."""
+    return torch.where(valid.view(valid.shape[0], 1, valid.shape[1], *[1] * (x.dim() - 3)), x, x.new_zeros(()))
