@@ -204,19 +204,12 @@ def test_a_padded_token_is_inert(rule):
     beta[:, :, padded], g[:, :, padded] = 0, 0
     u = torch.full_like(v, float("nan"))
     y, u = gated_delta.replay(*turned(q, v, beta), k, u, g, S, 0, 9)
-    alone, alone_u = gated_delta.replay(
-        *turned(*(x[:, :, real] for x in (q, v, beta))),
-        k[:, :, real],
-        u[:, real].transpose(1, 2),
-        g[:, :, real],
-        S,
-        0,
-        6,
-    )
+    state = gated_delta.fold(k, u.transpose(1, 2), g, S, 9)
+    q, k, v, beta, g_alone, u_alone = (x[:, :, real] for x in (q, k, v, beta, g, u.transpose(1, 2)))
+    alone, alone_u = gated_delta.replay(*turned(q, v, beta), k, u_alone, g_alone, S, 0, 6)
     close(y[:, real], alone)
     assert not u[:, padded].any()
-    state = gated_delta.fold(k, u.transpose(1, 2), g, S, 9)
-    close(state, gated_delta.fold(k[:, :, real], alone_u.transpose(1, 2), g[:, :, real], S, 6))
+    close(state, gated_delta.fold(k, alone_u.transpose(1, 2), g_alone, S, 6))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -302,7 +295,7 @@ def test_any_sequence_of_windows_crops_and_flushes(data):
     for turn in range(data.draw(st.integers(1, 8))):
         free = slots - int(layer.held.max())
         what = data.draw(st.sampled_from(["append", "crop", "flush"])) if free else "flush"
-        draw = lambda: torch.tensor([data.draw(st.integers(0, int(held))) for held in layer.held])  # noqa: E731, B023
+        draw = lambda: torch.tensor([data.draw(st.integers(0, int(held))) for held in layer.held])  # noqa: E731
         if what == "append":
             tokens = data.draw(st.integers(1, min(free, 5)))
             *new, _ = random_layer(shape, tokens, rule, seed=turn, batch=batch)
@@ -328,7 +321,8 @@ def test_thousands_of_steps_do_not_drift(steps, rule):
     With u in bfloat16 it is a thousand times further.
     """
     shape = (2, 1, 16, 16)
-    *inputs, S = random_layer(shape, steps, rule, seed=1, memory=4.0, batch=1)
+    *inputs, S = random_layer(shape, steps, rule, seed=1, memory=7.0, batch=1)
+    inputs[3] *= 0.2  # beta: little is overwritten at a token, so that the state remembers what was rounded
     exact = recurrence(*inputs, S)[0][:, -1]
     classic = recurrence(*inputs, S, dtype=torch.float32)[0][:, -1]
 

@@ -3,14 +3,14 @@ Gated DeltaNet and Kimi Delta Attention (KDA) with replay: the PyTorch reference
 path of every device without Triton.
 
 The recurrence (Yang et al., "Gated Delta Networks", 2024; Kimi Team, "Kimi Linear", 2025), S being K x V, k and q of
-unit length, q scaled by K^-1/2, and the log decay g_t <= 0 a scalar (Gated DeltaNet) or one number per key channel (KDA):
+unit length, q scaled by K^-1/2, and the log decay g_t <= 0 a scalar (Gated DeltaNet) or a number per key channel (KDA):
 
     u_t = beta_t (v_t - (exp(g_t) S_{t-1})^T k_t)
     S_t = exp(g_t) S_{t-1} + k_t u_t^T
     y_t = S_t^T q_t
 
-A layer keeps a *checkpoint* S0 of its state and a *buffer* with (k, u, g) of the tokens since. With G_t the sum of g over
-the buffered tokens up to t,
+A layer keeps a *checkpoint* S0 of its state and a *buffer* with (k, u, g) of the tokens since. With G_t the sum of g
+over the buffered tokens up to t,
 
     S_t = exp(G_t) S0 + sum_{j<=t} (exp(G_t - G_j) k_j) u_j^T                                             (`fold`)
     y_t = S0^T (exp(G_t) q_t) + sum_{j<=t} (k_j . exp(G_t - G_j) q_t) u_j                                 (`replay`)
@@ -121,8 +121,8 @@ def fold(
 ) -> torch.Tensor:
     """
     The state after the first `count` slots of the buffer (an integer for all rows, or a (b,) tensor): what a flush
-    stores, with the very u that gave the tokens' outputs. Shapes as in [`replay`]; slots from `count` on are never used,
-    NaN included.
+    stores, with the very u that gave the tokens' outputs. Shapes as in [`replay`]; slots from `count` on are never
+    used, NaN included.
 
     Returns: (b, h, c, d), in the accumulation dtype.
     """
