@@ -1,0 +1,751 @@
+"""
+Gated DeltaNet and Kimi Delta Attention from a checkpoint and a buffer: decode steps, windows of drafts, and flushes.
+
+For a row and a value head, S0 the checkpoint (K x V), tokens counted from the oldest in the buffer, G_t the sum of g up
+to t (a number, or for KDA one per key channel), k and q of unit length, q scaled by K^-1/2:
+
+    u_t = beta_t (v_t - S0^T (exp(G_t) k_t) - sum_{j<t} (k_j . exp(G_t - G_j) k_t) u_j)
+    y_t = S0^T (exp(G_t) q_t) + sum_{j<=t} (k_j . exp(G_t - G_j) q_t) u_j                                  (output)
+    S_f = exp(G_f) S0 + sum_{j<=f} (exp(G_f - G_j) k_j) u_j^T                                              (flush)
+
+Everything is a matter of one column of V at a time, but for the *scores*, the products of two keys or of a key and a
+query with the decay between them. A call reads the state once, against k and q of all new tokens.
+
+Two launches do a call: `_append_kernel` (convolution, append of k and g, the scores, once for each key head) and
+`_step_kernel` (one token) or `_window_kernel` (more), which finds u and appends it. For one token `_step_kernel` alone
+can do all of it (FUSED). A flush reads the state again, piece after piece: kept from the output, it would take registers
+in all the steps that do not flush. Behind a window of several pieces it is left to `_fold_kernel`.
+
+Layouts: checkpoint (batch, value head, K, V); k (batch, key head, slot, K) raw, u (batch, value head, slot, V) float32,
+g (batch, value head, slot) or for KDA (batch, value head, slot, K), float32; the ring of raw inputs (batch, ring,
+channels), channels being q of all key heads, k of all key heads, v of all value heads. What is handed from one launch to
+the next are rows 2t (of k_t) and 2t + 1 (of q_t): `kq`, and `scores` with a place of the buffer in each column, the last
+column being what the product with the state is to be multiplied by.
+
+u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is read,
+and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that are
+counted from the newer one backwards: no cancellation, and never above 0.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._arithmetic import dot_16bit, leading_bits
+from ._conv import convolve, record
+from ._overlap import may_start_next, wait_for_previous
+from ._positions import ring_slot, row_positions
+
+
+EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def _inverse_length(squares):
+    """Of a vector with this sum of squares."""
+    return 1.0 / tl.sqrt_rn(squares + EPS)
+
+
+@triton.jit
+def _decay(exponent):
+    return tl.exp(tl.minimum(exponent, 0.0))
+
+
+@triton.jit
+def _terms(x):
+    """`x` as a sum of three bfloat16 numbers, exactly: bfloat16 needs the first of them only, float16 two."""
+    if x.dtype == tl.bfloat16:
+        high, middle, low = x, x, x
+    else:
+        x = x.to(tl.float32)
+        high, leading = leading_bits(x)
+        middle, next_bits = leading_bits(x - leading)
+        low = (x - leading - next_bits).to(tl.bfloat16)
+    return high, middle, low
+
+
+@triton.jit
+def _dot(a, b, acc):
+    """acc + a @ b with float32 accuracy on units that multiply 16-bit numbers: products of terms of 8 bits."""
+    if (a.dtype == b.dtype) & (a.dtype != tl.float32):
+        acc = dot_16bit(a, b, acc)
+    else:
+        A: tl.constexpr = 1 if a.dtype == tl.bfloat16 else (2 if a.dtype == tl.float16 else 3)
+        B: tl.constexpr = 1 if b.dtype == tl.bfloat16 else (2 if b.dtype == tl.float16 else 3)
+        a_high, a_middle, a_low = _terms(a)
+        b_high, b_middle, b_low = _terms(b)
+        if A == 3:
+            acc = dot_16bit(a_low, b_high, acc)
+        if B == 3:
+            acc = dot_16bit(a_high, b_low, acc)
+        if A > 1 and B > 1:
+            acc = dot_16bit(a_middle, b_middle, acc)
+        if A > 1:
+            acc = dot_16bit(a_middle, b_high, acc)
+        if B > 1:
+            acc = dot_16bit(a_high, b_middle, acc)
+        acc = dot_16bit(a_high, b_high, acc)
+    return acc
+
+
+@triton.jit
+def _interleave(a, b, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of two (ROWS, COLUMNS) in turns: (2 ROWS, COLUMNS)."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (2 * ROWS, COLUMNS))
+
+
+@triton.jit
+def _tile(tile, HV: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Row, value head, key head and columns of the head's state (BLOCK_V,) of a tile."""
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    row_head = tile // BLOCKS
+    h = row_head % HV
+    return (row_head // HV).to(tl.int64), h, h // (HV // HK), (tile % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+
+
+@triton.jit
+def _keys(place, end, first, c, k_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
+    """Keys (J, BLOCK_K) float32 at some places below `end` (zeros from there on), and their inverse lengths (J,)."""
+    used = place < end
+    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+    # Masked loads do not touch memory: whatever unused slots hold (NaN included) is never seen.
+    k = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & (c < K)[None, :], other=0.0)
+    k = k.to(tl.float32)
+    return k, _inverse_length(tl.sum(k * k, axis=1))
+
+
+@triton.jit
+def _next_g(place, end, first, g_row_ptr, SLOTS: tl.constexpr):
+    """g (J,) of the place behind each, where that is below `end`; zeros elsewhere."""
+    after = place + 1 < end
+    slot = ring_slot(first, tl.where(after, place + 1, 0), SLOTS)
+    return tl.load(g_row_ptr + slot, mask=after, other=0.0)
+
+
+@triton.jit
+def _next_g_channels(place, end, first, c, g_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
+    """The same for KDA: (J, channels)."""
+    after = place + 1 < end
+    slot = ring_slot(first, tl.where(after, place + 1, 0), SLOTS)
+    return tl.load(g_row_ptr + slot[:, None] * K + c[None, :], mask=after[:, None] & (c < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _scores(place, new, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr,
+            PER_CHANNEL: tl.constexpr):  # fmt: skip
+    """
+    Of one token, at place `new`, with the tokens at some places before it: k_j . decay k and k_j . decay q, (J,) each.
+    `elapsed` is the sum of g over the places behind the one behind these; it is returned with theirs.
+    """
+    past, inverse = _keys(place, new, first, c, k_row_ptr, K, SLOTS)
+    last = place + 1 == new
+    if PER_CHANNEL:
+        behind = tl.where(last[:, None], g[None, :], _next_g_channels(place, new, first, c, g_row_ptr, K, SLOTS))
+        past *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed[None, :])
+    else:
+        behind = tl.where(last, g, _next_g(place, new, first, g_row_ptr, SLOTS))
+        inverse *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed)
+    by_k = tl.sum(past * k[None, :], axis=1) * inverse
+    by_q = tl.sum(past * q[None, :], axis=1) * inverse
+    return by_k, by_q, elapsed + tl.sum(behind, axis=0)
+
+
+@triton.jit
+def _total(elapsed, new, first, g, c, g_row_ptr, K: tl.constexpr, PER_CHANNEL: tl.constexpr):
+    """The sum of g from the oldest place to the token at place `new`, from `elapsed` over all but the oldest."""
+    if PER_CHANNEL:
+        oldest = tl.load(g_row_ptr + first * K + c, mask=c < tl.where(new > 0, K, 0), other=0.0)
+    else:
+        oldest = tl.load(g_row_ptr + first, mask=new > 0, other=0.0)
+    return elapsed + tl.where(new > 0, oldest, g)
+
+
+@triton.jit(do_not_specialize=["batch", "T", "t0"])
+def _append_kernel(
+    positions_ptr,  # (5, batch)
+    q_ptr,  # CONV: raw inputs (batch, T, channels); else q (batch, T, key head, K)
+    k_ptr,  # (batch, T, key head, K); unused with CONV
+    v_ptr,  # (batch, T, value head, V), written with CONV; unused without
+    g_ptr,  # (batch, T, value head), or (batch, T, value head, K)
+    ring_ptr,  # (batch, RING, channels), with CONV
+    weight_ptr,  # (channels, TAPS), with CONV
+    conv_bias_ptr,
+    k_buffer_ptr,
+    g_buffer_ptr,
+    kq_ptr,  # (batch, key head, 2 T, K) raw; for KDA (batch, value head, 2 T, K) float32: normalised and decayed
+    scores_ptr,  # (batch, value head, 2 T, SLOTS + 1)
+    batch,
+    q_stride_b, q_stride_t, q_stride_h,
+    k_stride_b, k_stride_t, k_stride_h,
+    g_stride_b, g_stride_t, g_stride_h,
+    T,
+    t0,  # the first new token of this launch
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    CONV: tl.constexpr,
+    RING: tl.constexpr,
+    TAPS: tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    REUSES_SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # value heads of a key head, a power of 2
+    BLOCK_C: tl.constexpr,
+    STARTS: tl.constexpr,  # the next launch early
+):  # fmt: skip
+    if STARTS:
+        may_start_next()
+    # Programs 0 .. HK-1 of a row: k, q, g and scores of a key head. The others, with CONV: BLOCK_C channels of v each.
+    unit = tl.program_id(0)
+    b = tl.program_id(1).to(tl.int64)
+    first, held, count, _ = row_positions(positions_ptr, b, batch, SLOTS)
+    token = tl.arange(0, BLOCK_T)
+    t = t0 + token
+    real = t < count
+    CHANNELS: tl.constexpr = 2 * HK * K + HV * V
+    new_ptr = q_ptr + b * q_stride_b
+    row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
+    seen = tl.load(positions_ptr + b)
+
+    if unit >= HK:
+        if CONV:
+            channel = (unit - HK) * BLOCK_C + tl.arange(0, BLOCK_C)
+            ok = channel < HV * V
+            v = convolve(new_ptr, q_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t,
+                         2 * HK * K + channel, ok, CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, BLOCK_T,
+                         BLOCK_C)  # fmt: skip
+            record(new_ptr, q_stride_t, row_ring_ptr, seen, count, t, 2 * HK * K + channel, ok, CHANNELS, RING,
+                   REUSES_SLOTS)  # fmt: skip
+            at = v_ptr + b * (T * (HV * V)) + t[:, None] * (HV * V) + channel[None, :]
+            tl.store(at, v.to(v_ptr.dtype.element_ty), mask=(t < T)[:, None] & ok[None, :])
+        return
+
+    m = unit
+    c = tl.arange(0, BLOCK_K)
+    c_ok = c < K
+    tile_ok = real[:, None] & c_ok[None, :]
+    dtype = k_buffer_ptr.dtype.element_ty
+    if CONV:
+        # Rounded to the activation dtype, as a convolution that stores its result does.
+        q_channel = m * K + c
+        k_channel = q_channel + HK * K
+        q = convolve(new_ptr, q_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, q_channel, c_ok,
+                     CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_K).to(dtype)  # fmt: skip
+        k = convolve(new_ptr, q_stride_t, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, k_channel, c_ok,
+                     CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, BLOCK_T, BLOCK_K).to(dtype)  # fmt: skip
+        q = tl.where(tile_ok, q, 0.0)
+        k = tl.where(tile_ok, k, 0.0)
+        record(new_ptr, q_stride_t, row_ring_ptr, seen, count, t, q_channel, c_ok, CHANNELS, RING, REUSES_SLOTS)
+        record(new_ptr, q_stride_t, row_ring_ptr, seen, count, t, k_channel, c_ok, CHANNELS, RING, REUSES_SLOTS)
+    else:
+        q = tl.load(new_ptr + t[:, None] * q_stride_t + m * q_stride_h + c[None, :], tile_ok, other=0.0)
+        at = k_ptr + b * k_stride_b + t[:, None] * k_stride_t + m * k_stride_h + c[None, :]
+        k = tl.load(at, tile_ok, other=0.0)
+    k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
+    slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
+    tl.store(k_row_ptr + slot[:, None] * K + c[None, :], k, mask=tile_ok)
+    wide_k, wide_q = k.to(tl.float32), q.to(tl.float32)
+    k_scale = _inverse_length(tl.sum(wide_k * wide_k, axis=1))
+    q_scale = _inverse_length(tl.sum(wide_q * wide_q, axis=1)) * K**-0.5
+    PER_KEY_HEAD: tl.constexpr = HV // HK
+    WIDTH: tl.constexpr = SLOTS + 1
+    j = tl.arange(0, BLOCK_J)
+
+    if PER_CHANNEL:
+        for r in tl.static_range(PER_KEY_HEAD):
+            h = m * PER_KEY_HEAD + r
+            g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * K)
+            g = tl.load(g_ptr + b * g_stride_b + t[:, None] * g_stride_t + h * g_stride_h + c[None, :],
+                        mask=tile_ok, other=0.0).to(tl.float32)  # fmt: skip
+            tl.store(g_row_ptr + slot[:, None] * K + c[None, :], g, mask=tile_ok)
+            tl.debug_barrier()  # a token meets those before it as they lie in the buffer
+            for i in range(tl.minimum(tl.maximum(count - t0, 0), BLOCK_T)):
+                this = token == i
+                k_i = tl.sum(tl.where(this[:, None], wide_k * k_scale[:, None], 0.0), axis=0)
+                q_i = tl.sum(tl.where(this[:, None], wide_q * q_scale[:, None], 0.0), axis=0)
+                g_i = tl.sum(tl.where(this[:, None], g, 0.0), axis=0)
+                new = held + t0 + i
+                row_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * (t0 + i)) * WIDTH
+                elapsed = tl.zeros((BLOCK_K,), tl.float32)
+                blocks = (new + BLOCK_J - 1) // BLOCK_J
+                for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
+                    place = (blocks - 1 - block) * BLOCK_J + j
+                    by_k, by_q, elapsed = _scores(place, new, first, elapsed, g_i, k_i, q_i, c, k_row_ptr, g_row_ptr,
+                                                  K, SLOTS, PER_CHANNEL)  # fmt: skip
+                    tl.store(row_scores_ptr + place, by_k, mask=place < new)
+                    tl.store(row_scores_ptr + WIDTH + place, by_q, mask=place < new)
+                tl.store(row_scores_ptr + WIDTH + new, tl.sum(k_i * q_i, axis=0))
+                tl.store(row_scores_ptr + SLOTS, 1.0)
+                tl.store(row_scores_ptr + WIDTH + SLOTS, 1.0)
+                decay = _decay(_total(elapsed, new, first, g_i, c, g_row_ptr, K, PER_CHANNEL))
+                row_kq_ptr = kq_ptr + ((b * HV + h) * (2 * T) + 2 * (t0 + i)) * K + c
+                tl.store(row_kq_ptr, k_i * decay, mask=c_ok)
+                tl.store(row_kq_ptr + K, q_i * decay, mask=c_ok)
+    else:
+        r = tl.arange(0, BLOCK_R)
+        r_ok = r < PER_KEY_HEAD
+        h = m * PER_KEY_HEAD + r
+        at = g_ptr + b * g_stride_b + t[None, :] * g_stride_t + h[:, None] * g_stride_h
+        g = tl.load(at, mask=r_ok[:, None] & real[None, :], other=0.0).to(tl.float32)  # (R, T)
+        row_g_ptr = g_buffer_ptr + (b * HV + h[:, None]) * SLOTS
+        tl.store(row_g_ptr + slot[None, :], g, mask=r_ok[:, None] & real[None, :])
+        # Of every token, what decays behind it in this launch.
+        after = real & (token + 1 < BLOCK_T) & (t + 1 < count)
+        behind = tl.load(at + g_stride_t, mask=r_ok[:, None] & after[None, :], other=0.0).to(tl.float32)
+        behind = tl.cumsum(behind, axis=1, reverse=True)
+        now = tl.reshape(tl.join(behind, behind), (BLOCK_R, 2 * BLOCK_T))
+
+        kq = _interleave(k, q, BLOCK_T, BLOCK_K)
+        scale = tl.reshape(tl.join(k_scale, q_scale), (2 * BLOCK_T,))
+        row = tl.arange(0, 2 * BLOCK_T)
+        row_ok = t0 + row // 2 < T
+        at = kq_ptr + ((b * HK + m) * (2 * T) + 2 * t0 + row[:, None]) * K + c[None, :]
+        tl.store(at, kq.to(kq_ptr.dtype.element_ty), mask=row_ok[:, None] & c_ok[None, :])
+        row_scores_ptr = scores_ptr + ((b * HV + h[:, None]) * (2 * T) + 2 * t0 + row[None, :]) * WIDTH
+        scores_ok = r_ok[:, None] & row_ok[None, :]
+
+        # The new tokens among themselves. (Of those behind a token nothing is read.)
+        among = _products(kq, wide_k, k, BLOCK_T) * scale[:, None] * k_scale[None, :]  # (2 T, T)
+        seen_by = (row[:, None] // 2 >= token[None, :]) & real[None, :]
+        exponent = tl.where(seen_by[None, :, :], behind[:, None, :] - now[:, :, None], float("-inf"))
+        tl.store(
+            row_scores_ptr[:, :, None] + (held + t)[None, None, :],
+            among[None, :, :] * _decay(exponent),
+            mask=scores_ok[:, :, None] & seen_by[None, :, :],
+        )
+        elapsed = tl.sum(g, axis=1)  # (R,)
+        before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
+        blocks = (before + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):
+            place = (blocks - 1 - block) * BLOCK_J + j
+            used = place < before
+            past_slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+            past = tl.load(
+                k_row_ptr + past_slot[:, None] * K + c[None, :], mask=used[:, None] & c_ok[None, :], other=0.0
+            )
+            wide_past = past.to(tl.float32)
+            inverse = _inverse_length(tl.sum(wide_past * wide_past, axis=1))
+            products = _products(kq, wide_past, past, BLOCK_T) * scale[:, None] * inverse[None, :]  # (2 T, J)
+            next_used = place + 1 < before
+            next_slot = ring_slot(first, tl.where(next_used, place + 1, 0), SLOTS)
+            next_g = tl.load(row_g_ptr + next_slot[None, :], mask=r_ok[:, None] & next_used[None, :], other=0.0)
+            exponent = (tl.cumsum(next_g, axis=1, reverse=True) + elapsed[:, None])[:, None, :] - now[:, :, None]
+            tl.store(
+                row_scores_ptr[:, :, None] + place[None, None, :],
+                products[None, :, :] * _decay(exponent),
+                mask=scores_ok[:, :, None] & used[None, None, :],
+            )
+            elapsed += tl.sum(next_g, axis=1)
+        oldest_ptr = g_buffer_ptr + (b * HV + h) * SLOTS + first
+        elapsed += tl.load(oldest_ptr, mask=r < tl.where(before > 0, PER_KEY_HEAD, 0), other=0.0)
+        tl.store(row_scores_ptr + SLOTS, _decay(elapsed[:, None] - now) * scale[None, :], mask=scores_ok)
+
+
+@triton.jit
+def _products(kq, wide_past, past, BLOCK_T: tl.constexpr):
+    """(2 T, K) and (J, K) -> (2 T, J) float32; `wide_past` is `past` in float32."""
+    if BLOCK_T == 1:
+        k, q = tl.split(tl.permute(tl.reshape(kq.to(tl.float32), (1, 2, kq.shape[1])), (0, 2, 1)))  # (1, K)
+        by_k = tl.sum(wide_past * k, axis=1)
+        by_q = tl.sum(wide_past * q, axis=1)
+        result = tl.trans(tl.join(by_k, by_q))
+    else:
+        result = _dot(kq, tl.trans(past), tl.zeros((kq.shape[0], past.shape[0]), tl.float32))
+    return result
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _step_kernel(
+    positions_ptr,
+    q_ptr,  # CONV: raw inputs; these as for _append_kernel, with FUSED
+    k_ptr,
+    v_ptr,  # (batch, 1, value head, V); unused with CONV
+    g_ptr,
+    beta_ptr,  # (batch, 1, value head)
+    ring_ptr,
+    weight_ptr,
+    conv_bias_ptr,
+    k_buffer_ptr,
+    u_buffer_ptr,
+    g_buffer_ptr,
+    kq_ptr,  # what _append_kernel has found; without FUSED
+    scores_ptr,
+    checkpoint_ptr,
+    y_ptr,  # (batch, 1, value head, V)
+    batch,
+    q_stride_b, q_stride_h,
+    k_stride_b, k_stride_h,
+    v_stride_b, v_stride_h,
+    g_stride_b, g_stride_h,
+    beta_stride_b, beta_stride_h,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    FUSED: tl.constexpr,
+    CONV: tl.constexpr,
+    RING: tl.constexpr,
+    TAPS: tl.constexpr,
+    HAS_CONV_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVICT: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+):  # fmt: skip
+    """
+    One token, one tile: BLOCK_V columns of the state of one head. With FUSED every program of a key head appends the
+    head's part of the new token, all of them the same: none waits for another.
+    """
+    b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
+    v_ok = v < V
+    c = tl.arange(0, BLOCK_K)
+    c_ok = c < K
+    # The state first: what follows goes on while it is under way.
+    head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
+    at = head_state_ptr + c[:, None] * V + v[None, :]
+    state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    if WAITS:
+        wait_for_previous()
+    is_new = count > 0
+    new_c_ok = c < tl.where(is_new, K, 0)
+    new_v_ok = v < tl.where(is_new, V, 0)
+    new_slot = ring_slot(first, tl.where(is_new, held, 0), SLOTS)
+    k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
+    u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
+    g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
+    beta = tl.load(beta_ptr + b * beta_stride_b + h * beta_stride_h, mask=is_new, other=0.0).to(tl.float32)
+    j = tl.arange(0, BLOCK_J)
+    for_k = tl.zeros((BLOCK_V,), tl.float32)
+    for_q = tl.zeros((BLOCK_V,), tl.float32)
+    blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
+    if FUSED:
+        dtype = k_buffer_ptr.dtype.element_ty
+        if CONV:
+            CHANNELS: tl.constexpr = 2 * HK * K + HV * V
+            row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
+            new_ptr = q_ptr + b * q_stride_b
+            seen = tl.load(positions_ptr + b)
+            q_channel = m * K + c
+            k_channel = q_channel + HK * K
+            v_channel = 2 * HK * K + h * V + v
+            t = tl.arange(0, 1)
+            raw_q = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, q_channel, c_ok,
+                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_K,
+            ).to(dtype), (BLOCK_K,))  # fmt: skip
+            raw_k = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, k_channel, c_ok,
+                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_K,
+            ).to(dtype), (BLOCK_K,))  # fmt: skip
+            new_v = tl.reshape(convolve(
+                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, v_channel, v_ok,
+                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_V,
+            ).to(dtype), (BLOCK_V,))  # fmt: skip
+            # The slots that others read are those of the TAPS - 1 tokens before: RING >= TAPS keeps this one apart.
+            record(new_ptr, 0, row_ring_ptr, seen, count, t, q_channel, c_ok, CHANNELS, RING, False)
+            record(new_ptr, 0, row_ring_ptr, seen, count, t, k_channel, c_ok, CHANNELS, RING, False)
+            record(new_ptr, 0, row_ring_ptr, seen, count, t, v_channel, v_ok, CHANNELS, RING, False)
+        else:
+            raw_q = tl.load(q_ptr + b * q_stride_b + m * q_stride_h + c, mask=new_c_ok, other=0.0)
+            raw_k = tl.load(k_ptr + b * k_stride_b + m * k_stride_h + c, mask=new_c_ok, other=0.0)
+            new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=new_v_ok, other=0.0)
+        new_v = tl.where(new_v_ok, new_v.to(tl.float32), 0.0)
+        k = tl.where(new_c_ok, raw_k.to(tl.float32), 0.0)
+        q = tl.where(new_c_ok, raw_q.to(tl.float32), 0.0)
+        tl.store(k_row_ptr + new_slot * K + c, raw_k, mask=new_c_ok)
+        new_g_ptr = g_ptr + b * g_stride_b + h * g_stride_h
+        if PER_CHANNEL:
+            g = tl.load(new_g_ptr + c, mask=new_c_ok, other=0.0).to(tl.float32)
+            tl.store(g_row_ptr + new_slot * K + c, g, mask=new_c_ok)
+            elapsed = tl.zeros((BLOCK_K,), tl.float32)
+        else:
+            g = tl.load(new_g_ptr, mask=is_new, other=0.0).to(tl.float32)
+            tl.store(g_row_ptr + new_slot, g, mask=is_new)
+            elapsed = tl.zeros((), tl.float32)
+        k *= _inverse_length(tl.sum(k * k, axis=0))
+        q *= _inverse_length(tl.sum(q * q, axis=0)) * K**-0.5
+        own = tl.sum(k * q, axis=0)
+        for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
+            place = (blocks - 1 - block) * BLOCK_J + j
+            u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
+            by_k, by_q, elapsed = _scores(place, held, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K, SLOTS,
+                                          PER_CHANNEL)  # fmt: skip
+            for_k += tl.sum(by_k[:, None] * u, axis=0)
+            for_q += tl.sum(by_q[:, None] * u, axis=0)
+        decay = _decay(_total(elapsed, held, first, g, c, g_row_ptr, K, PER_CHANNEL))
+        k *= decay
+        q *= decay
+    else:
+        new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=new_v_ok, other=0.0).to(tl.float32)
+        row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
+        row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K) + c
+        k = tl.load(row_kq_ptr, mask=new_c_ok, other=0.0).to(tl.float32)
+        q = tl.load(row_kq_ptr + K, mask=new_c_ok, other=0.0).to(tl.float32)
+        if not PER_CHANNEL:
+            k *= tl.load(row_scores_ptr + SLOTS, mask=is_new, other=0.0)
+            q *= tl.load(row_scores_ptr + 2 * SLOTS + 1, mask=is_new, other=0.0)
+        own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
+        for block in range(blocks):
+            place = block * BLOCK_J + j
+            u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
+            used = place < tl.where(is_new, held, 0)
+            by_k = tl.load(row_scores_ptr + place, mask=used, other=0.0)
+            by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=used, other=0.0)
+            for_k += tl.sum(by_k[:, None] * u, axis=0)
+            for_q += tl.sum(by_q[:, None] * u, axis=0)
+    state = state.to(tl.float32)
+    for_k += tl.sum(state * k[:, None], axis=0)
+    for_q += tl.sum(state * q[:, None], axis=0)
+    u = beta * (new_v - for_k)
+    tl.store(u_row_ptr + new_slot * V, u, mask=new_v_ok)
+    tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
+    if fold > 0:
+        tl.debug_barrier()  # the token that was just appended may be folded, too
+        _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
+              K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _buffered_u(place, end, first, u_row_ptr, v_ok, V: tl.constexpr, SLOTS: tl.constexpr):
+    """u (J, BLOCK_V) at some places below `end`; zeros from there on."""
+    used = place < end
+    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+    return tl.load(u_row_ptr[None, :] + slot[:, None] * V, mask=used[:, None] & v_ok[None, :], other=0.0)
+
+
+@triton.jit
+def _fold(
+    head_state_ptr,  # (K, V)
+    out_ptr,  # the same, or float32 elsewhere
+    k_row_ptr,  # of the key head, (SLOTS, K)
+    u_row_ptr,  # of the value head, (SLOTS, V) at columns v
+    g_row_ptr,  # of the value head, (SLOTS,) or (SLOTS, K)
+    count,
+    first,
+    v,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """
+    Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time. They are all
+    under way into shared memory before the first is used, so that no registers hold them.
+    """
+    PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
+    j = tl.arange(0, BLOCK_J)
+    v_ok = v < V
+    # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
+    u, weight, elapsed = _weighted_u(j, count if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32), v_ok, k_row_ptr,
+                                     u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+    for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
+        c = piece * ROWS + tl.arange(0, ROWS)
+        ok = (c < K)[:, None] & v_ok[None, :]
+        state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
+        inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        time = tl.zeros((ROWS,), tl.float32)
+        if SLOTS <= BLOCK_J:
+            inputs, time = _add_inputs(inputs, time, j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
+                                       PER_CHANNEL)  # fmt: skip
+            passed = elapsed
+        else:
+            passed = tl.zeros((), tl.float32)
+            blocks = (count + BLOCK_J - 1) // BLOCK_J
+            for block in range(blocks):
+                place = (blocks - 1 - block) * BLOCK_J + j
+                u, weight, passed = _weighted_u(place, count, first, passed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K,
+                                                V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+                inputs, time = _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K,
+                                           SLOTS, PER_CHANNEL)  # fmt: skip
+        if PER_CHANNEL:
+            decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
+            folded = decay[:, None] * state.to(tl.float32) + inputs
+        else:
+            decay = _decay(passed + tl.load(g_row_ptr + first, mask=count > 0, other=0.0))
+            folded = decay * state.to(tl.float32) + inputs
+        tl.store(out_ptr + c[:, None] * V + v[None, :], folded.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _weighted_u(place, count, first, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K: tl.constexpr, V: tl.constexpr,
+                SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """
+    u (J, BLOCK_V) at some places below `count`, zeros from there on; what it is to be multiplied by (J,): the inverse
+    length of its key, with one decay for all channels that too; and `elapsed` with the g of the places behind these.
+    """
+    _, weight = _keys(place, count, first, tl.arange(0, BLOCK_K), k_row_ptr, K, SLOTS)
+    if not PER_CHANNEL:
+        behind = _next_g(place, count, first, g_row_ptr, SLOTS)
+        weight *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed)
+        elapsed += tl.sum(behind, axis=0)
+    return _buffered_u(place, count, first, u_row_ptr, v_ok, V, SLOTS), weight, elapsed
+
+
+@triton.jit
+def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K: tl.constexpr,
+                SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr):  # fmt: skip
+    """`inputs` (ROWS, BLOCK_V) and, for KDA, `time` (ROWS,) with the tokens at some places: rows c of k u^T."""
+    used = place < count
+    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+    k = tl.load(k_row_ptr + slot[None, :] * K + c[:, None], mask=used[None, :] & (c < K)[:, None], other=0.0)
+    weighted = u * weight[:, None]
+    if PER_CHANNEL:
+        behind = tl.trans(_next_g_channels(place, count, first, c, g_row_ptr, K, SLOTS))  # (ROWS, J)
+        decayed = k.to(tl.float32) * _decay(tl.cumsum(behind, axis=1, reverse=True) + time[:, None])
+        inputs = _dot(decayed, weighted, inputs)
+        time += tl.sum(behind, axis=1)
+    else:
+        inputs = _dot(k, weighted, inputs)
+    return inputs, time
+
+
+@triton.jit(do_not_specialize=["batch", "T", "t0"])
+def _window_kernel(
+    positions_ptr,
+    v_ptr,  # (batch, T, value head, V)
+    beta_ptr,  # (batch, T, value head)
+    k_buffer_ptr,
+    u_buffer_ptr,
+    g_buffer_ptr,
+    kq_ptr,  # what _append_kernel has found
+    scores_ptr,
+    checkpoint_ptr,
+    y_ptr,  # (batch, T, value head, V)
+    batch,
+    v_stride_b, v_stride_t, v_stride_h,
+    beta_stride_b, beta_stride_t, beta_stride_h,
+    T,
+    t0,  # the first new token of this launch
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    ROWS: tl.constexpr,
+    EVICT: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    FLUSH: tl.constexpr,  # here; or (windows of several pieces) in a launch of _fold_kernel that follows
+):  # fmt: skip
+    """A piece of a window, one tile: BLOCK_V columns of the state of one head."""
+    PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
+    WIDTH: tl.constexpr = SLOTS + 1
+    b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
+    v_ok = v < V
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
+    k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
+    u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
+    g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
+    if WAITS:
+        wait_for_previous()
+    row = tl.arange(0, 2 * BLOCK_T)  # in turns k and q of the tokens
+    row_ok = t0 + row // 2 < count
+    row_kq_ptr = kq_ptr + ((b * HV + h if PER_CHANNEL else b * HK + m) * (2 * T) + 2 * t0 + row[:, None]) * K
+    row_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row[:, None]) * WIDTH
+    start = held + tl.minimum(count, t0)
+
+    # One loop over pieces of the state and, beside them, over blocks of the buffer. The loads of its first turns are
+    # all under way, asynchronously into shared memory, before the first product.
+    from_state = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
+    from_buffer = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
+    for turn in tl.range(0, tl.maximum(PIECES, (start + BLOCK_J - 1) // BLOCK_J), num_stages=PIECES + 1):
+        c = turn * ROWS + tl.arange(0, ROWS)
+        ok = (c < K)[:, None] & v_ok[None, :]
+        state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
+        kq = tl.load(row_kq_ptr + c[None, :], mask=row_ok[:, None] & (c < K)[None, :], other=0.0)
+        from_state = _dot(kq, state, from_state)
+
+        place = turn * BLOCK_J + tl.arange(0, BLOCK_J)
+        u = _buffered_u(place, start, first, u_row_ptr, v_ok, V, SLOTS)
+        scores = tl.load(row_scores_ptr + place[None, :], mask=row_ok[:, None] & (place < start)[None, :], other=0.0)
+        from_buffer = _dot(scores, u, from_buffer)
+    decay = tl.load(scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row) * WIDTH + SLOTS, mask=row_ok, other=0.0)
+    both = tl.reshape(from_state * decay[:, None] + from_buffer, (BLOCK_T, 2, BLOCK_V))
+    for_k, y = tl.split(tl.permute(both, (0, 2, 1)))  # (T, BLOCK_V)
+
+    # u_t = beta_t (v_t - ... - sum_{i<t} (scores of k_t)_i u_i), from the first of the new tokens to the last.
+    token = tl.arange(0, BLOCK_T)
+    t = t0 + token
+    real = t < count
+    at = v_ptr + b * v_stride_b + t[:, None] * v_stride_t + h * v_stride_h + v[None, :]
+    new_v = tl.load(at, mask=real[:, None] & v_ok[None, :], other=0.0).to(tl.float32)
+    beta_at = beta_ptr + b * beta_stride_b + t * beta_stride_t + h * beta_stride_h
+    beta = tl.load(beta_at, mask=real, other=0.0).to(tl.float32)
+    u = beta[:, None] * (new_v - for_k)
+    token_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t[:, None]) * WIDTH + start + token[None, :]
+    visible = real[:, None] & (token[None, :] <= token[:, None])
+    by_k = tl.load(token_scores_ptr, mask=visible & (token[None, :] < token[:, None]), other=0.0) * beta[:, None]
+    by_q = tl.load(token_scores_ptr + WIDTH, mask=visible, other=0.0)
+    for i in range(tl.minimum(tl.maximum(count - t0, 0), BLOCK_T)):
+        this = token == i
+        u_i = tl.sum(tl.where(this[:, None], u, 0.0), axis=0)
+        u -= tl.sum(tl.where(this[None, :], by_k, 0.0), axis=1)[:, None] * u_i[None, :]
+        y += tl.sum(tl.where(this[None, :], by_q, 0.0), axis=1)[:, None] * u_i[None, :]
+    slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
+    tl.store(u_row_ptr[None, :] + slot[:, None] * V, u, mask=real[:, None] & v_ok[None, :])
+    tl.store(
+        y_ptr + (b * (T * HV) + h) * V + t[:, None] * (HV * V) + v[None, :],
+        y.to(y_ptr.dtype.element_ty),
+        mask=(t < T)[:, None] & v_ok[None, :],
+    )
+    if FLUSH:
+        if fold > 0:
+            tl.debug_barrier()  # tokens of this window may be folded, too
+            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
+                  K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _fold_kernel(
+    positions_ptr,
+    checkpoint_ptr,
+    k_buffer_ptr,
+    u_buffer_ptr,
+    g_buffer_ptr,
+    out_ptr,  # (batch, value head, K, V), or the checkpoint itself
+    batch,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    PER_CHANNEL: tl.constexpr,
+    INPLACE: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any."""
+    b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
+    fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
+    if (fold > 0) | (not INPLACE):
+        head = (b * HV + h) * (K * V)
+        _fold(
+            checkpoint_ptr + head, out_ptr + head, k_buffer_ptr + (b * HK + m) * (SLOTS * K),
+            u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v,
+            g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1)), fold, tl.load(positions_ptr + batch + b),
+            v, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
+        )  # fmt: skip
