@@ -314,10 +314,10 @@ def _append_kernel(
         # The new tokens among themselves. (Of those behind a token nothing is read.)
         among = _products(kq, wide_k, k, BLOCK_T) * scale[:, None] * k_scale[None, :]  # (2 T, T)
         seen_by = (row[:, None] // 2 >= token[None, :]) & real[None, :]
-        exponent = tl.where(seen_by[None, :, :], behind[:, None, :] - now[:, :, None], float("-inf"))
+        between = tl.where(seen_by[None, :, :], behind[:, None, :] - now[:, :, None], float("-inf"))
         tl.store(
             row_scores_ptr[:, :, None] + (held + t)[None, None, :],
-            among[None, :, :] * _decay(exponent),
+            among[None, :, :] * _decay(between),
             mask=scores_ok[:, :, None] & seen_by[None, :, :],
         )
         elapsed = tl.sum(g, axis=1)  # (R,)
@@ -403,19 +403,22 @@ def _step_kernel(
     ROWS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    STREAM: tl.constexpr,  # without FUSED: the state goes through shared memory, and not into registers at once
 ):  # fmt: skip
     """
     One token, one tile: BLOCK_V columns of the state of one head. With FUSED every program of a key head appends the
     head's part of the new token, all of them the same: none waits for another.
     """
+    PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
     b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
     v_ok = v < V
     c = tl.arange(0, BLOCK_K)
     c_ok = c < K
     # The state first: what follows goes on while it is under way.
     head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
-    at = head_state_ptr + c[:, None] * V + v[None, :]
-    state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
+    if not STREAM:
+        at = head_state_ptr + c[:, None] * V + v[None, :]
+        state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     if WAITS:
         wait_for_previous()
@@ -427,10 +430,8 @@ def _step_kernel(
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
     beta = tl.load(beta_ptr + b * beta_stride_b + h * beta_stride_h, mask=is_new, other=0.0).to(tl.float32)
-    j = tl.arange(0, BLOCK_J)
     for_k = tl.zeros((BLOCK_V,), tl.float32)
     for_q = tl.zeros((BLOCK_V,), tl.float32)
-    blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
     if FUSED:
         dtype = k_buffer_ptr.dtype.element_ty
         if CONV:
@@ -478,6 +479,8 @@ def _step_kernel(
         k *= _inverse_length(tl.sum(k * k, axis=0))
         q *= _inverse_length(tl.sum(q * q, axis=0)) * K**-0.5
         own = tl.sum(k * q, axis=0)
+        j = tl.arange(0, BLOCK_J)
+        blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
         for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
             place = (blocks - 1 - block) * BLOCK_J + j
             u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
@@ -491,24 +494,51 @@ def _step_kernel(
     else:
         new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=new_v_ok, other=0.0).to(tl.float32)
         row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
-        row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K) + c
-        k = tl.load(row_kq_ptr, mask=new_c_ok, other=0.0).to(tl.float32)
-        q = tl.load(row_kq_ptr + K, mask=new_c_ok, other=0.0).to(tl.float32)
-        if not PER_CHANNEL:
-            k *= tl.load(row_scores_ptr + SLOTS, mask=is_new, other=0.0)
-            q *= tl.load(row_scores_ptr + 2 * SLOTS + 1, mask=is_new, other=0.0)
+        row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K)
+        k_scale = tl.load(row_scores_ptr + SLOTS, mask=is_new, other=0.0)
+        q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1, mask=is_new, other=0.0)
         own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
-        for block in range(blocks):
-            place = block * BLOCK_J + j
-            u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
-            used = place < tl.where(is_new, held, 0)
-            by_k = tl.load(row_scores_ptr + place, mask=used, other=0.0)
-            by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=used, other=0.0)
-            for_k += tl.sum(by_k[:, None] * u, axis=0)
-            for_q += tl.sum(by_q[:, None] * u, axis=0)
-    state = state.to(tl.float32)
-    for_k += tl.sum(state * k[:, None], axis=0)
-    for_q += tl.sum(state * q[:, None], axis=0)
+        # Rows of the state, with STREAM, and of the buffer are added to ROWS rows first, and lanes behind the loops.
+        k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        row = tl.arange(0, ROWS)
+        seen_by = tl.where(is_new, held, 0)
+        if SLOTS <= ROWS:
+            u = _buffered_u(row, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
+            by_k = tl.load(row_scores_ptr + row, mask=row < seen_by, other=0.0)
+            by_q = tl.load(row_scores_ptr + SLOTS + 1 + row, mask=row < seen_by, other=0.0)
+        if STREAM:
+            # All pieces are under way, into shared memory, before the first is used.
+            for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
+                n = piece * ROWS + row
+                at = head_state_ptr + n[:, None] * V + v[None, :]
+                ok = (n < K)[:, None] & v_ok[None, :]
+                part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+                new_n_ok = n < tl.where(is_new, K, 0)
+                k = tl.load(row_kq_ptr + n, mask=new_n_ok, other=0.0).to(tl.float32) * k_scale
+                q = tl.load(row_kq_ptr + K + n, mask=new_n_ok, other=0.0).to(tl.float32) * q_scale
+                k_rows += part * k[:, None]
+                q_rows += part * q[:, None]
+        else:
+            k = tl.load(row_kq_ptr + c, mask=new_c_ok, other=0.0).to(tl.float32) * k_scale
+            q = tl.load(row_kq_ptr + K + c, mask=new_c_ok, other=0.0).to(tl.float32) * q_scale
+        if SLOTS <= ROWS:
+            k_rows += u * by_k[:, None]
+            q_rows += u * by_q[:, None]
+        else:
+            for block in range((seen_by + ROWS - 1) // ROWS):
+                place = block * ROWS + row
+                u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
+                by_k = tl.load(row_scores_ptr + place, mask=place < seen_by, other=0.0)
+                by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < seen_by, other=0.0)
+                k_rows += u * by_k[:, None]
+                q_rows += u * by_q[:, None]
+        for_k += tl.sum(k_rows, axis=0)
+        for_q += tl.sum(q_rows, axis=0)
+    if not STREAM:
+        state = state.to(tl.float32)
+        for_k += tl.sum(state * k[:, None], axis=0)
+        for_q += tl.sum(state * q[:, None], axis=0)
     u = beta * (new_v - for_k)
     tl.store(u_row_ptr + new_slot * V, u, mask=new_v_ok)
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)

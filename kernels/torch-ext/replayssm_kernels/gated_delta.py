@@ -306,7 +306,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
             positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch,
             *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *sizes, fused,
             with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
-            **_options(config.tile, y.device, overlaps),
+            config.tile.state == "stream" and not fused, **_options(config.tile, y.device, overlaps),
         )  # fmt: skip
 
     with on_device_of(checkpoint):
