@@ -22,14 +22,14 @@ RULES = pytest.mark.parametrize("kda", [False, True], ids=["gated delta", "kda"]
 # (batch, value heads, key heads, K, V, slots), what else differs, and the lengths of the calls.
 SMALL = {
     "one slot": ((2, 1, 1, 16, 16, 1), {}, (1, 1, 1, 2)),
-    "odd, five slots": ((2, 3, 1, 24, 40, 5), {"first": 2}, (1, 1, 5, 2)),
+    "odd, five slots": ((2, 3, 1, 24, 24, 5), {"first": 2}, (1, 1, 5)),
     "two value heads a key head": ((2, 4, 2, 16, 32, 16), {"first": 14, "dtype": BF16}, (2, 1, 1)),
     "four value heads a key head": ((1, 4, 1, 16, 16, 4), {"most": 2.0}, (1, 2, 1)),
-    "three pieces of slots": ((2, 2, 2, 16, 16, 40), {"first": 39, "dtype": BF16}, (8, 16, 12, 1, 1)),
+    "three pieces of slots": ((2, 1, 1, 16, 16, 40), {"first": 39, "dtype": BF16}, (16, 20, 1)),
     "128 x 128": ((1, 2, 1, 128, 128, 16), {"dtype": BF16}, (2, 1)),
     "64 x 64, float16": ((1, 1, 1, 64, 64, 16), {"first": 9, "dtype": F16}, (5, 1)),
     "256 x 16": ((1, 1, 1, 256, 16, 8), {"first": 7}, (3, 1, 1)),
-    "a window of two pieces": ((1, 2, 1, 16, 16, 80), {"first": 70}, (40, 35, 1)),
+    "a window of two pieces": ((1, 1, 1, 16, 16, 40), {"first": 30}, (3, 34, 1)),
     "four taps": ((2, 2, 1, 16, 16, 8), {"conv": 4, "conv_bias": True}, (1, 1, 1, 5)),
     "three taps, from the start": ((2, 4, 2, 16, 16, 8), {"conv": 3, "ring": 11}, (1, 2, 1)),
     "no activation": (
@@ -37,7 +37,7 @@ SMALL = {
         {"conv": 4, "ring": 4, "activation": None, "seen": 7, "first": 5},
         (1, 5, 1),
     ),
-    "window over the ring": ((1, 2, 1, 16, 16, 40), {"conv": 4, "ring": 5, "seen": 2, "dtype": F16}, (17, 16, 1, 33)),
+    "window over the ring": ((1, 1, 1, 16, 16, 40), {"conv": 4, "ring": 5, "seen": 2, "dtype": F16}, (9, 1, 33)),
 }  # fmt: skip
 
 # On a GPU: every K, V, number of value heads of a key head and number of slots with several of the others.
@@ -63,6 +63,8 @@ LARGE = {
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL.keys())
 def test_equals_the_recurrence(case, kda, device):
     shape, options, lengths = case
+    if kda and options.get("conv") and device == "cpu" and "ring" not in options:
+        pytest.skip("the convolution knows of no rule, and the interpreter is slow")
     play(DeltaLayer(shape, device, kda=kda, **options), lengths, fused=FUSED)
 
 
@@ -95,13 +97,15 @@ def test_large_batches(batch, kda, device):
 @RULES
 @pytest.mark.parametrize(
     ("conv", "dtype", "checkpoint_dtype"),
-    [(0, *pair) for pair in itertools.product(DTYPES, DTYPES)] + [(4, BF16, F32), (4, F16, BF16), (4, F32, F16)],
+    [(0, *pair) for pair in itertools.product(DTYPES, DTYPES)] + [(4, BF16, F32)],
     ids=str,
 )
 def test_dtypes(conv, dtype, checkpoint_dtype, kda, device):
     """A 16-bit checkpoint is the exact state, rounded, after every flush (`Layer.folded`)."""
-    layer = DeltaLayer((2, 2, 1, 16, 32, 8), device, dtype, checkpoint_dtype, kda=kda, conv=conv, first=6, seed=conv)
-    play(layer, (1, 1, 4), fused=FUSED, seed=1)
+    if kda and device == "cpu" and dtype != checkpoint_dtype:
+        pytest.skip("nothing of it is another for KDA, and the interpreter is slow")
+    layer = DeltaLayer((1, 1, 1, 16, 16, 8), device, dtype, checkpoint_dtype, kda=kda, conv=conv, first=6, seed=conv)
+    play(layer, (1, 4, 1), fused=FUSED, seed=1, flushes=0.8)
     layer.flush(layer.held.clamp(max=1))
     y, expected = layer.advance(1, fold=0, out_dtype=None)  # rounded to the dtype of the activations
     limit = {F32: 1e-6, BF16: 8e-3 if device == "cpu" else 4e-3, F16: 1e-3}[dtype]
@@ -117,19 +121,17 @@ CONFIGS = {
 
 @needs
 @RULES
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(("config", "dtype"), [*zip(CONFIGS.values(), DTYPES)], ids=CONFIGS.keys())
 def test_every_kind_of_configuration(config, dtype, kda, device, monkeypatch):
     """All ways to go over a state, with a buffer of one block of slots and of several."""
     monkeypatch.setattr(gated_delta, "OVERRIDE", config)
-    for slots, lengths in ((5, (1, 1, 3, 1, 5)), (20, (17, 1, 3, 1)), (40, (39, 1))):
-        layer = DeltaLayer((2, 2, 1, 40, 48, slots), device, dtype, dtype, kda=kda, conv=4, ring=20, first=slots - 2)
+    for slots, lengths in ((5, (1, 3)), (34, (17, 17, 1))):
+        layer = DeltaLayer((1, 1, 1, 40, 24, slots), device, dtype, dtype, kda=kda, conv=4, ring=20, first=slots - 2)
         play(layer, lengths, fused=(False,), flushes=0.7)
 
 
 @needs
-@RULES
-@pytest.mark.parametrize(("conv", "fused"), [(4, True), (0, False)])
+@pytest.mark.parametrize(("conv", "fused", "kda"), [(4, True, False), (0, False, False), (0, True, True)])
 def test_all_phases_in_one_call(conv, fused, kda, device):
     """Rows with every number of held tokens, with and without a new one, that fold none, some or all."""
     slots = 3
@@ -283,14 +285,13 @@ class Float32Loop:
 
 
 @needs
-@RULES
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize(("dtype", "kda"), [(F32, False), (BF16, False), (F32, True)], ids=str)
 def test_errors_do_not_grow(dtype, kda, device):
     """Thousands of tokens in steps and windows, with slow decay; flushes at random or when a buffer is full."""
     shape = (1, 1, 1, 16, 16, 4) if device == "cpu" else (2, 4, 2, 128, 128, 16)
     layer = DeltaLayer(shape, device, dtype, kda=kda, memory=500.0, most=0.3, seed=3)
     loop = Float32Loop(layer)
-    calls = 5000 if device != "cpu" else 60
+    calls = 5000 if device != "cpu" else 25
     random = torch.Generator().manual_seed(1)
     lengths = [1 if i % 3 else 1 + int(torch.randint(4, (), generator=random)) for i in range(calls)]
     play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1, slack=1 if device == "cpu" else 3)
@@ -299,8 +300,7 @@ def test_errors_do_not_grow(dtype, kda, device):
 
 
 @needs
-@RULES
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("seed", "kda"), [(0, False), (1, True)])
 def test_random_sequences_with_crops(seed, kda, device):
     """Windows of which any number is taken back, steps, and flushes alone."""
     many = device != "cpu"
@@ -309,7 +309,7 @@ def test_random_sequences_with_crops(seed, kda, device):
                        first=4, seed=seed)  # fmt: skip
     random = torch.Generator().manual_seed(seed)
     slots = shape[-1]
-    for i in range(1000 if many else 5):
+    for i in range(1000 if many else 4):
         draw = lambda highest: (torch.rand(shape[0], generator=random).to(device) * (highest + 1)).long()  # noqa: E731
         tokens = int(torch.randint(1, 6, (), generator=random))
         if bool((layer.held + tokens > slots).any()):

@@ -13,18 +13,18 @@ query with the decay between them. A call reads the state once, against k and q 
 
 Two launches do a call: `_append_kernel` (convolution, append of k and g, the scores, once for each key head) and
 `_step_kernel` (one token) or `_window_kernel` (more), which finds u and appends it. For one token `_step_kernel` alone
-can do all of it (FUSED). A flush reads the state again, piece after piece: kept from the output, it would take registers
-in all the steps that do not flush. Behind a window of several pieces it is left to `_fold_kernel`.
+can do all of it (FUSED). A flush reads the state again, piece after piece: kept from the output, it would take
+registers in all the steps that do not flush. Behind a window of several pieces it is left to `_fold_kernel`.
 
 Layouts: checkpoint (batch, value head, K, V); k (batch, key head, slot, K) raw, u (batch, value head, slot, V) float32,
 g (batch, value head, slot) or for KDA (batch, value head, slot, K), float32; the ring of raw inputs (batch, ring,
-channels), channels being q of all key heads, k of all key heads, v of all value heads. What is handed from one launch to
-the next are rows 2t (of k_t) and 2t + 1 (of q_t): `kq`, and `scores` with a place of the buffer in each column, the last
-column being what the product with the state is to be multiplied by.
+channels), channels being q of all key heads, k of all key heads, v of all value heads. From one launch to the next go
+rows 2t (of k_t) and 2t + 1 (of q_t): `kq`, and `scores` with a place of the buffer in each column, in the last column
+what the product with the state is to be multiplied by.
 
-u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is read,
-and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that are
-counted from the newer one backwards: no cancellation, and never above 0.
+u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is
+read, and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that
+are counted from the newer one backwards: no cancellation, and never above 0.
 """
 
 from __future__ import annotations
@@ -583,8 +583,9 @@ def _fold(
     j = tl.arange(0, BLOCK_J)
     v_ok = v < V
     # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
-    u, weight, elapsed = _weighted_u(j, count if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32), v_ok, k_row_ptr,
-                                     u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+    no_time = tl.zeros((), tl.float32)
+    u, weight, elapsed = _weighted_u(j, count if SLOTS <= BLOCK_J else 0, first, no_time, v_ok, k_row_ptr, u_row_ptr,
+                                     g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
     for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
         c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
@@ -596,7 +597,7 @@ def _fold(
                                        PER_CHANNEL)  # fmt: skip
             passed = elapsed
         else:
-            passed = tl.zeros((), tl.float32)
+            passed = no_time
             blocks = (count + BLOCK_J - 1) // BLOCK_J
             for block in range(blocks):
                 place = (blocks - 1 - block) * BLOCK_J + j
