@@ -176,3 +176,68 @@ def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
 def where(valid: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """`x` (b, h, s, ...) with zeros where `valid` (b, s) is False, by selection: a product would carry a NaN over."""
     return torch.where(valid.view(valid.shape[0], 1, valid.shape[1], *[1] * (x.dim() - 3)), x, x.new_zeros(()))
+
+
+# The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
+# as they lie in memory, append k, u and g to the buffers and flush in the same call, and read where the rows stand on
+# the device: `positions` (5, b) are `Segment.kernel_positions`.
+
+
+def decode_triton(
+    positions: torch.Tensor,
+    qkv: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    conv_inputs: torch.Tensor,
+    conv_weight: torch.Tensor,
+    conv_bias: torch.Tensor | None,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    checkpoint: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    """
+    Convolution, append, output and flush of raw qkv (b, t, 2 m c + h d) in one call. `activation` is one of
+    `mamba2.FUSED_ACTIVATIONS`. Returns (b, t, h, d), float32.
+    """
+    from replayssm_kernels import gated_delta_decode
+
+    return gated_delta_decode(
+        positions,
+        qkv,
+        g,
+        beta,
+        conv_inputs,
+        conv_weight,
+        conv_bias,
+        *buffers,
+        checkpoint,
+        activation=activation,
+        out_dtype=torch.float32,
+    )
+
+
+def step_triton(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    checkpoint: torch.Tensor,
+) -> torch.Tensor:
+    """[`decode_triton`] behind a convolution: q, k (b, t, m, c), v (b, t, h, d). Returns (b, t, h, d), float32."""
+    from replayssm_kernels import gated_delta_step
+
+    return gated_delta_step(positions, q, k, v, g, beta, *buffers, checkpoint, out_dtype=torch.float32)
+
+
+def fold_triton(
+    positions: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    checkpoint: torch.Tensor,
+) -> torch.Tensor:
+    """[`fold`] of as many tokens as `positions` say. Returns (b, h, c, d), float32; the checkpoint stays as it is."""
+    from replayssm_kernels import gated_delta_fold
+
+    return gated_delta_fold(positions, *buffers, checkpoint)
