@@ -576,8 +576,8 @@ def _fold(
     ROWS: tl.constexpr,
 ):
     """
-    Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time. They are all
-    under way into shared memory before the first is used, so that no registers hold them.
+    Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time; the next are
+    under way into shared memory, so that no registers hold them.
     """
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
     j = tl.arange(0, BLOCK_J)
@@ -586,7 +586,7 @@ def _fold(
     no_time = tl.zeros((), tl.float32)
     u, weight, elapsed = _weighted_u(j, count if SLOTS <= BLOCK_J else 0, first, no_time, v_ok, k_row_ptr, u_row_ptr,
                                      g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
-    for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
+    for piece in tl.range(0, PIECES, num_stages=3):
         c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
@@ -697,21 +697,29 @@ def _window_kernel(
     row_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row[:, None]) * WIDTH
     start = held + tl.minimum(count, t0)
 
-    # One loop over pieces of the state and, beside them, over blocks of the buffer. The loads of its first turns are
-    # all under way, asynchronously into shared memory, before the first product.
+    # Of the buffer first, if it is one block: on its way while the state is read, piece after piece, all of them under
+    # way into shared memory before the first product.
     from_state = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
     from_buffer = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
-    for turn in tl.range(0, tl.maximum(PIECES, (start + BLOCK_J - 1) // BLOCK_J), num_stages=PIECES + 1):
-        c = turn * ROWS + tl.arange(0, ROWS)
+    j = tl.arange(0, BLOCK_J)
+    if SLOTS <= BLOCK_J:
+        old_u = _buffered_u(j, start, first, u_row_ptr, v_ok, V, SLOTS)
+        scores = tl.load(row_scores_ptr + j[None, :], mask=row_ok[:, None] & (j < start)[None, :], other=0.0)
+    for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
+        c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
         kq = tl.load(row_kq_ptr + c[None, :], mask=row_ok[:, None] & (c < K)[None, :], other=0.0)
         from_state = _dot(kq, state, from_state)
-
-        place = turn * BLOCK_J + tl.arange(0, BLOCK_J)
-        u = _buffered_u(place, start, first, u_row_ptr, v_ok, V, SLOTS)
-        scores = tl.load(row_scores_ptr + place[None, :], mask=row_ok[:, None] & (place < start)[None, :], other=0.0)
-        from_buffer = _dot(scores, u, from_buffer)
+    if SLOTS <= BLOCK_J:
+        from_buffer = _dot(scores, old_u, from_buffer)
+    else:
+        for block in range((start + BLOCK_J - 1) // BLOCK_J):
+            place = block * BLOCK_J + j
+            old_u = _buffered_u(place, start, first, u_row_ptr, v_ok, V, SLOTS)
+            scores_ok = row_ok[:, None] & (place < start)[None, :]
+            scores = tl.load(row_scores_ptr + place[None, :], mask=scores_ok, other=0.0)
+            from_buffer = _dot(scores, old_u, from_buffer)
     decay = tl.load(scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row) * WIDTH + SLOTS, mask=row_ok, other=0.0)
     both = tl.reshape(from_state * decay[:, None] + from_buffer, (BLOCK_T, 2, BLOCK_V))
     for_k, y = tl.split(tl.permute(both, (0, 2, 1)))  # (T, BLOCK_V)

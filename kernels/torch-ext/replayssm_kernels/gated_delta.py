@@ -179,9 +179,10 @@ def _check_options(fused: bool | None, tokens: int, out_dtype: torch.dtype | Non
 
 
 # How the kernels are launched. Of a `Tile` block_p are columns of the state (of V) and `columns` rows of it (of K) at a
-# time; `state` and the eviction policy of the table for Mamba-2 have no say here.
+# time; of `state` there is "stream", for one token in two launches, and anything else: into registers as a whole.
 
 OVERRIDE: Config | None = None  # for tuning
+FUSED_BELOW = 256  # heads of the whole batch
 
 
 @functools.cache
@@ -190,8 +191,13 @@ def _config(heads: int, key_dim: int, value_dim: int, tokens: int) -> Config:
     `heads`: of the whole batch. Small batches have latency to save, hence one launch; large ones instructions, hence
     the scores once for each key head.
     """
-    tile = Tile(32, 2, 32) if tokens == 1 else Tile(64, 4, 32, slots=32)
-    return Config(_fit(tile, value_dim, key_dim, tuned_for=128), fused=heads < 2048)
+    if tokens > 1:
+        tile = Tile(64, 4, 32, slots=32)
+    elif heads < FUSED_BELOW:
+        tile = Tile(32, 4, 32)
+    else:
+        tile = Tile(64, 4, 32, state="stream")
+    return Config(_fit(tile, value_dim, key_dim, tuned_for=128), fused=heads < FUSED_BELOW, append_warps=2)
 
 
 def _fold_tile(key_dim: int, value_dim: int) -> Tile:
@@ -326,7 +332,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
                 positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides, *k_strides,
                 *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
                 ring < taps - 1 + tokens, block_t, block_k, 16, next_power_of_2(heads // key_heads), block_c,
-                overlaps, num_warps=config.append_warps if tokens == 1 else 4,
+                overlaps, num_warps=config.append_warps if tokens == 1 and not per_channel else 4,
             )  # fmt: skip
             if tokens == 1:
                 step(kq, scores, False, overlaps)
