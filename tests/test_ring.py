@@ -248,7 +248,7 @@ def test_write_and_in_order(first: list[int], start: list[int], counts: list[int
         for row in range(2):
             for token in range(counts[row]):
                 tensor[row, :, (first[row] + start[row] + token) % slots] = values[row, token]
-    buffer.write(new, made)
+    buffer.write(dict(zip("abc", new)), made)
     for tensor, wanted in zip(buffer.tensors(), expected):
         assert torch.equal(tensor, wanted)
 

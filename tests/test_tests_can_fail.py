@@ -267,7 +267,8 @@ def a_token_is_written_to_another_slot(patch) -> None:
     write = InputBuffer.write
 
     def broken(self, new, segment):
-        write(self, tuple(part.roll(1, 1) if part.shape[1] > 1 else torch.zeros_like(part) for part in new), segment)
+        roll = lambda part: part.roll(1, 1) if part.shape[1] > 1 else torch.zeros_like(part)  # noqa: E731
+        write(self, {name: roll(part) for name, part in new.items()}, segment)
 
     patch.setattr(InputBuffer, "write", broken)
 

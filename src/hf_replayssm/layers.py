@@ -91,17 +91,21 @@ class InputBuffer:
         row = torch.arange(len(slots), device=slots.device)[:, None]
         return tuple(tensor[row, :, slots].transpose(1, 2) for tensor in self._tensors)
 
-    def write(self, new: tuple[torch.Tensor, ...], segment: Segment) -> None:
-        """Appends (b, t, ...) for each tensor, without its dimension of slots: real tokens, at the write position."""
+    def write(self, new: dict[str, torch.Tensor], segment: Segment) -> None:
+        """
+        Appends the segment's tokens, (b, t, ...) without the dimension of slots, to the tensors of these names: real
+        ones only, at each row's write position.
+        """
         if segment.order is None and segment.first.same is not None and segment.start.same is not None:
             begin = (segment.first.same + segment.start.same) % self.capacity
             end = begin + segment.num_tokens
             if end <= self.capacity:
-                for buffer, values in zip(self._tensors, new):
-                    buffer[:, :, begin:end] = values.transpose(1, 2)
+                for name, values in new.items():
+                    self[name][:, :, begin:end] = values.transpose(1, 2)
                 return
         row, token, slot = segment.write_index(self.capacity, self.device)
-        for buffer, values in zip(self._tensors, new):
+        for name, values in new.items():
+            buffer = self[name]
             buffer[row, :, slot] = values[row, token].to(buffer.dtype)
 
 
@@ -127,7 +131,7 @@ class LayerWindow:
             inputs = tuple(tensor[:, :, : max(self._end.max, 1)] for tensor in inputs)
         return inputs
 
-    def append(self, new: tuple[torch.Tensor, ...]) -> None:
+    def append(self, **new: torch.Tensor) -> None:
         self._layer.inputs.write(new, self._segment)
 
 
@@ -286,13 +290,16 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     # The state.
 
     def whole_state(self) -> torch.Tensor | None:
-        """The state after all tokens, pending ones included: (b, *state_shape), float32. None before a forward."""
+        """
+        The state after all tokens, pending ones included, as upstream lays it out (of Mamba-2 (b, h, p, n)), float32.
+        None before the first forward.
+        """
         if self.checkpoint is None:
             return None
         first, held = Rows(self.cache.positions.first), Rows(self.cache.positions.held)
         if self.uses_kernels(self.inputs.tensors()[0]):
-            return self._fold_triton(fold_positions(first, held, self.checkpoint.device))
-        return self._fold(first, held).clone()
+            return self.recurrence.as_upstream(self._fold_triton(fold_positions(first, held, self.checkpoint.device)))
+        return self.recurrence.as_upstream(self._fold(first, held).clone())
 
     def newest_conv_inputs(self) -> torch.Tensor | None:
         """The newest `kernel` raw inputs as upstream lays them out: (b, conv_dim, kernel), zeros before the start."""

@@ -51,10 +51,11 @@ class StaticWindow:
             self._inputs = self._layer.in_order(self.base)
         return self._inputs
 
-    def append(self, new: tuple[torch.Tensor, ...]) -> None:
+    def append(self, **new: torch.Tensor) -> None:
         tokens, valid = self._segment.new_tokens()
-        for buffer, values in zip(self._layer.inputs.tensors(), new):
-            write_rows(buffer, tokens % self._segment.capacity, values, valid, dim=2)
+        slots = tokens % self._segment.capacity
+        for name, values in new.items():
+            write_rows(self._layer.inputs[name], slots, values, valid, dim=2)
         self._inputs = None
 
 
@@ -166,10 +167,10 @@ class StaticReplayLayer(ReplayLayer):
             return None
         seen, base = (tensor.to(self.device) for tensor in (self.cache.seen, self.cache.base[self.phase]))
         if not self.kernels:
-            return self._whole_state(seen, base).clone()
+            return self.recurrence.as_upstream(self._whole_state(seen, base).clone())
         held, zeros = seen - base, torch.zeros_like(seen)
         positions = torch.stack([seen, base % self.inputs.capacity, held, zeros, held])
-        return self._fold_triton(positions.to(torch.int32))
+        return self.recurrence.as_upstream(self._fold_triton(positions.to(torch.int32)))
 
     def newest_conv_inputs(self) -> torch.Tensor | None:
         if self.conv_inputs is None:

@@ -40,8 +40,8 @@ class Window(Protocol):
     def inputs(self) -> Tensors:
         """The buffer's tensors, in which a row's tokens are in places 0, 1, ...; views where that is possible."""
 
-    def append(self, new: Tensors) -> None:
-        """Writes the new tokens, (b, t, shape[0], *shape[1:]) for each tensor of the buffer, at the write position."""
+    def append(self, **new: torch.Tensor) -> None:
+        """Writes new tokens, (b, t, *shape), to the tensors of these names in the buffer, at the write position."""
 
 
 class Recurrence(ABC):
@@ -59,7 +59,7 @@ class Recurrence(ABC):
     @property
     @abstractmethod
     def state_shape(self) -> tuple[int, ...]:
-        """Of one row, as upstream lays the state out."""
+        """Of one row, as the ops take the state."""
 
     @property
     @abstractmethod
@@ -88,6 +88,10 @@ class Recurrence(ABC):
             for name, one in self.inputs.items()
         }
 
+    def as_upstream(self, state: torch.Tensor) -> torch.Tensor:
+        """The state (b, *state_shape) as upstream lays it out."""
+        return state
+
     # As PyTorch ops.
 
     @abstractmethod
@@ -104,9 +108,9 @@ class Recurrence(ABC):
         self, window: Window, constants: Tensors, *operands: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """
-        Appends the new tokens to the buffer, once, and returns their outputs (b, t, ...) and, if it is at hand where
-        `window.flushes`, the state behind them (else None: the layer folds). `operands` are the mixer's, a row's real
-        tokens first; the first of them is in the dtype of the activations.
+        Appends the new tokens to all tensors of the buffer, and returns their outputs (b, t, ...) and, if it is at hand
+        where `window.flushes`, the state behind them (else None: the layer folds). `operands` are the mixer's, a row's
+        real tokens first; the first of them is in the dtype of the activations.
         """
 
     # As Triton kernels: one call appends, gives outputs and flushes. They take the layer's tensors as they lie, and

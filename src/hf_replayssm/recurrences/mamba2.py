@@ -59,7 +59,7 @@ class Mamba2(Recurrence):
         D: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x (b, t, h, p), B and C (b, t, g, n), final dt (b, t, h), D (h,) -> (b, t, h, p)."""
-        window.append((x, B, dt))
+        window.append(x=x, B=B, dt=dt)
         inputs = window.inputs()
         if window.flushes and window.num_tokens == 1:
             # The state of every row is needed anyway, and gives the output as well.
