@@ -12,7 +12,7 @@ from ..layers import ReplayLayer
 from ..ops import gated_norm, mamba2
 from ..positions import Segment
 from .gated_norms import as_gated_norm
-from .mixer import ReplayMixer, is_reference
+from .mixer import ReplayMixer, is_reference, outside_autocast
 
 
 class ReplayMamba2Mixer(ReplayMixer):
@@ -25,6 +25,7 @@ class ReplayMamba2Mixer(ReplayMixer):
     def _parameters_inside(self) -> tuple[torch.Tensor | None, ...]:
         return self.dt_bias, self.D, self.conv1d.weight, self.conv1d.bias
 
+    @outside_autocast
     def _replay_segment(
         self, layer: ReplayLayer, segment: Segment, xBC: torch.Tensor, dt: torch.Tensor
     ) -> torch.Tensor:
