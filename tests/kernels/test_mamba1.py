@@ -335,6 +335,27 @@ def test_a_long_continuation_in_chunks_is_one_scan(device):
     assert same_bits(torch.cat(parts, 1), whole) and same_bits(state, last)
 
 
+@needs
+def test_the_ops_give_what_their_reference_gives(device):
+    """`hf_replayssm.ops.mamba1`: kernels behind the signatures of the reference."""
+    from hf_replayssm.ops import mamba1 as ops
+
+    layer = Layer((2, 2, 24, 16, 6), device)
+    options = {"dt_bias": layer.dt_bias}
+    x, B, C, dt, z = layer.new_tokens(4)
+    y, state = ops.scan_triton(C, x, B, dt, layer.A, layer.D, layer.checkpoint, z=z, **options)
+    expected, last = ops.scan(C, x, B, dt, layer.A, layer.D, layer.checkpoint, z=z, **options)
+    assert error(y, expected) <= BAR and error(state, last) <= BAR
+
+    positions, buffers = layer.positions(4, 0), layer.buffers()
+    y = ops.step_triton(positions, x, B, C, dt, buffers, layer.A, layer.D, layer.checkpoint, z=z, **options)
+    replayed = ops.replay(C, *buffers, layer.A, layer.D, layer.checkpoint, 0, 4, z=z, **options)
+    assert error(y, expected) <= BAR and error(replayed, expected) <= BAR
+    positions = layer.positions(0, 3)
+    state = ops.fold_triton(positions, buffers, layer.A, layer.checkpoint, **options)
+    assert error(state, ops.fold(*buffers, layer.A, layer.checkpoint, 3, **options)) <= BAR
+
+
 # Long sequences.
 
 

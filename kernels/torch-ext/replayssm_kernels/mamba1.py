@@ -194,41 +194,42 @@ def _check_state_size(state: int) -> None:
 # Launch configurations.
 
 
-def _tile(x: torch.Tensor, state: int, tokens: int) -> Tile:
+def _tile(checkpoint: torch.Tensor, x: torch.Tensor, tokens: int) -> Tile:
     """
-    Of a step or a fold. 1024 elements of a state a warp: with 16 columns a thread has two channels and all of their
-    columns, and with 120 registers 17 warps are at work on a multiprocessor, each with 4 KiB of the state under way.
-    (For 16-bit activations that spills nothing, as compiled for compute capability 9.0. Windows need more.)
+    Of a step or a fold. With 1024 elements of a state a warp and 16 columns a thread has two channels and all of their
+    columns; with 120 registers 17 warps are at work on a multiprocessor, each with 4 KiB of the state under way. (For
+    16-bit activations that spills nothing, as compiled for compute capability 9.0. Windows need more.)
     """
     if OVERRIDE is not None:
         return OVERRIDE
-    columns = _columns(state)
-    block_p = max(min(1024 // columns, 64), 4)
-    if tokens > 1:
-        return Tile(block_p, _vector(block_p), ahead=2, registers=144 if columns == 16 else 0)
-    registers = 120 if x.element_size() == 2 else 128
-    return Tile(block_p, _vector(block_p), ahead=3, registers=registers if columns == 16 else 0)
+    columns, channels = _program(checkpoint)
+    registers = 0
+    if columns * channels == 1024 and columns == 16:
+        registers = 144 if tokens > 1 else 120 if x.element_size() == 2 else 128
+    return Tile(channels, 2, ahead=2 if tokens > 1 else 3, registers=registers)
 
 
-def _scan_tile(x: torch.Tensor, state: int) -> Tile:
-    """A quarter of a step's tile where there are few rows: then it counts how much is done at the same time."""
+def _scan_tile(out: torch.Tensor) -> Tile:
     if OVERRIDE is not None:
         return OVERRIDE
-    batch, _, groups, channels = x.shape
-    elements = 1024
-    while elements > 256 and batch * groups * channels * _columns(state) < 4 * multiprocessors(x.device) * elements:
+    columns, channels = _program(out)
+    return Tile(channels, 2, ahead=2 if columns * channels == 1024 else 4)
+
+
+def _program(states: torch.Tensor) -> tuple[int, int]:
+    """
+    Columns and channels of a program. Where there are few rows it has fewer channels, down to a quarter: then it is not
+    how much is under way that decides, but how much is done at the same time.
+    """
+    batch, groups, state, channels = states.shape
+    columns, elements = _columns(state), 1024
+    while elements > 256 and batch * groups * channels * columns < 4 * multiprocessors(states.device) * elements:
         elements //= 2
-    block_p = max(min(elements // _columns(state), 64), 4)
-    return Tile(block_p, min(2, _vector(block_p)), ahead=2 if elements == 1024 else 4)
+    return columns, max(min(elements // columns, 64), 4)
 
 
 def _columns(state: int) -> int:
     return max(next_power_of_2(state), 4)
-
-
-def _vector(block_p: int) -> int:
-    """Two: a warp has all columns of 64 channels. Of fewer, four: a load of 16 bytes in float32."""
-    return 2 if block_p == 64 else 4
 
 
 def _launch_rows(checkpoint: torch.Tensor, tile: Tile) -> tuple[int, int]:
@@ -274,7 +275,7 @@ def _step(
         return y
     batch, tokens, groups, channels = x.shape
     slots, state = B_buffer.shape[2:]
-    tile = _tile(x, state, tokens)
+    tile = _tile(checkpoint, x, tokens)
     programs, rows = _launch_rows(checkpoint, tile)
     new, strides = _new(x, dt, B, C, z)
     A, D, dt_bias = _parameters(A, D, dt_bias)
@@ -322,7 +323,7 @@ def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, d
         return
     batch, groups, state, channels = checkpoint.shape
     slots = B_buffer.shape[2]
-    tile = _tile(x_buffer, state, 1)
+    tile = _tile(checkpoint, x_buffer, 1)
     programs, rows = _launch_rows(checkpoint, tile)
     A, _, dt_bias = _parameters(A, None, dt_bias)
     with on_device_of(checkpoint):
@@ -351,7 +352,7 @@ def _scan(
     out = x.new_empty((batch, groups, state, channels), dtype=torch.float32)
     if out.numel() == 0:
         return y, out
-    tile = _scan_tile(x, state)
+    tile = _scan_tile(out)
     new, strides = _new(x, dt, B, C, z)
     A, D, dt_bias = _parameters(A, D, dt_bias)
     unused = A
