@@ -141,3 +141,10 @@ def test_settings():
     assert args.geometry == ["Jamba-mini"] and 1 in args.buffer_len
     assert 1 in bm.parse(["--buffer-len", "5"]).buffer_len
     assert isinstance(bm.parse([]), types.SimpleNamespace | type(args))
+
+
+def test_a_sweep_leaves_the_default_as_it_was(bench):
+    kernels = pytest.importorskip("replayssm_kernels.mamba1")
+    rows = bm.sweep(bench(), tiny(), 4, 5)
+    assert {row["tokens"] for row in rows} == {1, 5} and len({row["tile"] for row in rows}) > 20
+    assert kernels.OVERRIDE is None
