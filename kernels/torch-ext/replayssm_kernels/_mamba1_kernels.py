@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import silu, softplus
+from ._arithmetic import silu
 from ._positions import ring_slot, row_positions
 
 
@@ -67,6 +67,8 @@ def _step_kernel(
 ):  # fmt: skip
     """New tokens: appended, their outputs, and the flush of the rows that fold."""
     tile, row0, g, n, p = _tile(rows, G, P, BLOCK_N, BLOCK_P, VECTOR)
+    # Where a row stands is read a row ahead, the first before all else: what is held can be asked for only then.
+    next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
     A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
@@ -77,8 +79,9 @@ def _step_kernel(
         # The state first: what follows goes on while it is under way.
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
         S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
-        first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
-        count = tl.minimum(count, T)
+        first, held, count, fold = next_first, next_held, tl.minimum(next_count, T), next_fold
+        next_row = tl.minimum(row + 1, batch - 1)
+        next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
         x_row_ptr = x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p
         dt_row_ptr = dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p
         b_row_ptr = b_ptr + b * b_stride_b + g * b_stride_g + n
@@ -299,11 +302,31 @@ def _load_tokens(
 
 
 @triton.jit
+def _softplus(x):
+    """
+    log(1 + exp(x)) in float32, accurate for very negative x too. Every channel and token that is replayed needs one, so
+    it has to be cheap, and above all in the unit that computes exponentials and reciprocals: with e = exp(-|x|) <= 1 it
+    is max(x, 0) + log(1 + e), and log(1 + e) / e a polynomial (a minimax fit on [0, 1], relative error 5e-9).
+    """
+    e = tl.exp2(-tl.abs(x) * LOG2_E)
+    q = -0.003244023071601987 * e + 0.019851453602313995
+    q = q * e - 0.05695951730012894
+    q = q * e + 0.10603652894496918
+    q = q * e - 0.15305592119693756
+    q = q * e + 0.1967593878507614
+    q = q * e - 0.24954134225845337
+    q = q * e + 0.3332996368408203
+    q = q * e - 0.4999990165233612
+    q = q * e + 1.0
+    return tl.maximum(x, 0.0) + e * q
+
+
+@triton.jit
 def _advance(S, x, dt, B, A, bias, RAW: tl.constexpr):
     """The state (BLOCK_N, BLOCK_P) one token later. The same for a new token as for one that is replayed."""
     dt = dt.to(tl.float32)
     if RAW:
-        dt = softplus(dt + bias)
+        dt = _softplus(dt + bias)
     new = B.to(tl.float32)[:, None] * (dt * x.to(tl.float32))[None, :]
     return S * tl.exp2(A * dt[None, :]) + new
 
