@@ -18,6 +18,9 @@ OPS = (
     "causal convolution",
     "gated RMS norm",
     "mamba2 scan of a prefill, in windows, where mamba_ssm is not installed",
+    "mamba1 replay, one token or a window",
+    "mamba1 fold (flush)",
+    "mamba1 scan",
 )
 
 

@@ -201,3 +201,63 @@ def _skip_and_gate(y: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None, z: 
     if D is not None:
         y = y + D.to(y.dtype) * x.to(y.dtype)
     return y if z is None else y * F.silu(z.to(y.dtype))
+
+
+# The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
+# as they lie in memory, append to the buffers and flush in the same call, and read where the rows stand on the device:
+# `positions` (5, b) are `Segment.kernel_positions`. The convolution is a call before, `replayssm_kernels.causal_conv`.
+
+
+def step_triton(
+    positions: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    dt: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    checkpoint: torch.Tensor,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Append, output and flush in one call. x, dt and z (b, t, g, p), B and C (b, t, g, n); dt and z may have any strides.
+    Returns (b, t, g, p) in the dtype of x: rounded once, as upstream does for its last projection.
+    """
+    from replayssm_kernels import mamba1_step
+
+    return mamba1_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, dt_bias=dt_bias, z=z)
+
+
+def fold_triton(
+    positions: torch.Tensor,
+    buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    A: torch.Tensor,
+    checkpoint: torch.Tensor,
+    *,
+    dt_bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[`fold`] of as many tokens as `positions` say. Returns (b, g, n, p), float32; the checkpoint stays as it is."""
+    from replayssm_kernels import mamba1_fold
+
+    return mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=dt_bias)
+
+
+def scan_triton(
+    C: torch.Tensor,
+    x: torch.Tensor,
+    B: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor | None,
+    state: torch.Tensor | None,
+    *,
+    dt_bias: torch.Tensor | None = None,
+    z: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`scan`] in one launch: y in the dtype of x, the state in float32."""
+    from replayssm_kernels import mamba1_scan
+
+    return mamba1_scan(x, B, C, dt, A, D, state, dt_bias=dt_bias, z=z)
