@@ -65,12 +65,9 @@ class ReplayMamba1Mixer(ReplayMixer):
         upstream_scan = sys.modules[self._replaced_class.__module__].mamba_selective_scan
         if initial_state is None and not is_reference(upstream_scan):
             y, state = self._upstream_scan(upstream_scan, x, B, C, dt, A, D, z, dt_bias)
-        elif layer.uses_kernels(x):
-            from replayssm_kernels import mamba1_scan
-
-            y, state = mamba1_scan(x, B, C, dt, A, D, initial_state, dt_bias=dt_bias, z=z, out_dtype=torch.float32)
         else:
-            y, state = mamba1.scan(C, x, B, dt, A, D, initial_state, dt_bias=dt_bias, z=z)
+            scan = mamba1.scan_triton if layer.uses_kernels(x) else mamba1.scan
+            y, state = scan(C, x, B, dt, A, D, initial_state, dt_bias=dt_bias, z=z)
         layer.flush_to(state, segment)
         return y
 

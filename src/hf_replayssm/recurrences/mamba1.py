@@ -79,10 +79,8 @@ class Mamba1(Recurrence):
     def fold_triton(
         self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor
     ) -> torch.Tensor:
-        from replayssm_kernels import mamba1_fold
-
         A, dt_bias = constants
-        return mamba1_fold(positions, *inputs, A, checkpoint, dt_bias=dt_bias)
+        return mamba1.fold_triton(positions, inputs, A, checkpoint, dt_bias=dt_bias)
 
     def step_triton(
         self,
@@ -98,10 +96,6 @@ class Mamba1(Recurrence):
         z: torch.Tensor,
     ) -> torch.Tensor:
         """As [`replay`]. (x, B and dt in another dtype than the buffer's, as under autocast, are cast.)"""
-        from replayssm_kernels import mamba1_step
-
         A, dt_bias = constants
         x, B, dt = (tensor.to(buffer.dtype) for tensor, buffer in zip((x, B, dt), inputs))
-        return mamba1_step(
-            positions, x, B, C, dt, *inputs, A, D, checkpoint, dt_bias=dt_bias, z=z, out_dtype=torch.float32
-        )
+        return mamba1.step_triton(positions, x, B, C, dt, inputs, A, D, checkpoint, dt_bias=dt_bias, z=z)
