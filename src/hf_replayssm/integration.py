@@ -25,6 +25,7 @@ from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
 from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_packed
 from .models.mamba2 import ReplayMamba2Mixer
+from .models.norms import ReplayRMSNorm, is_norm
 from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
 from .static import StaticReplayCache
 from .versions import warn_outside_tested_range
@@ -75,6 +76,9 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
     for _, module, _ in backbones:
         replace_class(module, ReplayBackbone)
         module._replay_signature = signature(module.config)
+        for part in module.modules():
+            if is_norm(part):
+                replace_class(part, ReplayRMSNorm)
     for _, module in generators:
         replace_class(module, ReplayGeneration)
         module._replay_config = getattr(module, "_replay_config", ReplayConfig()).replace(**fields)

@@ -21,6 +21,7 @@ from ..ops import backend
 from ..positions import upload
 from ..static import StaticForward, StaticReplayCache
 from .mamba2 import ReplayMamba2Mixer
+from .norms import norms_of_a_replay
 from .replaced import ReplacedClass
 
 
@@ -73,7 +74,12 @@ class ReplayBackbone(ReplacedClass):
                 self._fill_in_static(cache, arguments, inputs)
             else:
                 self._fill_in(cache, arguments, inputs, tokens, mask)
-            outputs = super().forward(**arguments)
+            setting = cache.replay_config.backend
+            if torch.compiler.is_compiling() or backend.resolve(setting, inputs.device) == "torch":
+                outputs = super().forward(**arguments)
+            else:
+                with norms_of_a_replay(setting):
+                    outputs = super().forward(**arguments)
             cache.end_forward()
         except BaseException:
             cache.abort_forward()

@@ -16,10 +16,10 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..cache import ReplayCache
 from ..layers import ReplayLayer
-from ..ops import gated_norm, mamba2
+from ..ops import mamba2, rms_norm
 from ..ops.refuse_backward import RefuseBackward
 from ..positions import Segment
-from .gated_norms import as_gated_norm
+from .norms import as_rms_norm
 from .replaced import ReplacedClass
 
 
@@ -132,9 +132,9 @@ class ReplayMamba2Mixer(ReplacedClass):
         if not getattr(self, "mamba_rms_norm", True):
             return (y * F.silu(gate)).to(dtype)  # Falcon-H1 without a norm
         # (A compiler fuses the module by itself.)
-        norm = None if torch.compiler.is_compiling() else as_gated_norm(self.norm)
-        if norm is not None and gated_norm.uses_kernel(norm, y, gate, dtype, backend):
-            return gated_norm.gated_norm_triton(norm, y, gate, dtype)
+        norm = None if torch.compiler.is_compiling() else as_rms_norm(self.norm)
+        if norm is not None and rms_norm.uses_kernel(norm, y, gate, dtype, backend):
+            return rms_norm.rms_norm_triton(norm, y, gate, dtype)
         return self.norm(y, gate).to(dtype)
 
 
