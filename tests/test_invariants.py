@@ -298,7 +298,7 @@ def test_02_the_buffer_stays_bounded(family: str, buffer_len: int):
         assert int(made.cache.held[0]) <= buffer_len + 6 + (5 if round_ == 0 else 0)  # no crop since the prefill yet
     for layer in replay_layers(made.cache):
         # A window of 5 is appended before old tokens are folded, to the most that was held: that of the first round.
-        assert layer.inputs.x.shape[2] <= max(buffer_len + 2 * 6 + 1, (buffer_len + 6 + 5) + 5 + buffer_len)
+        assert layer.inputs.capacity <= max(buffer_len + 2 * 6 + 1, (buffer_len + 6 + 5) + 5 + buffer_len)
     made.verify()
 
 
@@ -366,7 +366,7 @@ def test_02_a_very_long_forward_is_a_prefill_again(family: str, buffer_len: int)
     made.crop(1)
     made.append(257 + buffer_len + 5)
     for layer in replay_layers(made.cache):
-        assert layer.inputs.x.shape[2] < 200
+        assert layer.inputs.capacity < 200
     assert made.cache.max_croppable >= 5
     made.crop(5)
     made.verify()
@@ -503,7 +503,7 @@ def test_04_prefill_keeps_no_more_than_its_tail(family: str, buffer_len: int):
     made = session(family, 1, True, buffer_len=buffer_len, max_window=5)
     made.append(100)
     for layer in replay_layers(made.cache):
-        assert layer.inputs.x.shape[2] <= 2 * (buffer_len + 5)
+        assert layer.inputs.capacity <= 2 * (buffer_len + 5)
     made.crop(5)
     made.verify()
 
@@ -645,7 +645,7 @@ def test_06_the_limit_of_dt_holds_in_every_path(name: str, buffer_len: int):
         run_program(made, [10] + [1] * (buffer_len + 2) + [3, 40, 1])
         for row in range(2):
             for layer in replay_layers(made.cache):
-                dt = layer.inputs.dt[row][:, used_slots(made.cache, layer)[row]]
+                dt = layer.inputs["dt"][row][:, used_slots(made.cache, layer)[row]]
                 assert dt.dtype == torch.float32
                 assert (dt >= low - 1e-6).all() and (dt <= high + 1e-6).all(), "the buffer holds the final dt"
 
@@ -983,7 +983,7 @@ def test_12_a_window_costs_input_slots_and_no_states(family: str):
         stored = sum(value.numel() for value in fingerprint(made.cache).values() if isinstance(value, torch.Tensor))
         ran, writes = len(calls), made.cache.stats.checkpoint_writes
         assert ran == len(mixers(made.model))
-        buffers = [layer.inputs.x.data_ptr() for layer in replay_layers(made.cache)]
+        buffers = [layer.inputs["x"].data_ptr() for layer in replay_layers(made.cache)]
         made.compare()
         made.crop(5)
         assert len(calls) == ran, "a crop ran the model again"
@@ -991,17 +991,13 @@ def test_12_a_window_costs_input_slots_and_no_states(family: str):
         for handle in handles:
             handle.remove()
     assert versions(made.cache) == before, "a crop wrote a checkpoint"
-    assert [layer.inputs.x.data_ptr() for layer in replay_layers(made.cache)] == buffers, "a crop moved the buffers"
+    assert [layer.inputs["x"].data_ptr() for layer in replay_layers(made.cache)] == buffers, "a crop moved the buffers"
     assert made.cache.stats.checkpoint_writes == writes
     assert made.cache.held.tolist() == [value + 2 for value in held]
     assert (made.cache.stats.crops, made.cache.stats.tokens_cropped) == (2, 2 * (3 + 5))  # tokens count by rows
     # No state is kept beside the checkpoint: all tensors together hold less than two states and the buffers.
     states = sum(layer.checkpoint.numel() for layer in replay_layers(made.cache))
-    slots = sum(
-        buffer.numel()
-        for layer in replay_layers(made.cache)
-        for buffer in (layer.inputs.x, layer.inputs.B, layer.inputs.dt)
-    )
+    slots = sum(buffer.numel() for layer in replay_layers(made.cache) for buffer in layer.inputs.tensors())
     others = sum(
         layer.keys.numel() + layer.values.numel()
         for layer in made.cache.layers
@@ -1079,8 +1075,8 @@ def test_16_the_checkpoint_is_fp32_unless_asked(family: str):
                 model(input_ids=random_ids(1, tokens), cache=cache, use_cache=True)
         for layer in replay_layers(cache):
             assert layer.checkpoint.dtype == torch.float32
-            assert layer.inputs.dt.dtype == torch.float32
-            assert layer.inputs.x.dtype == layer.inputs.B.dtype == model_dtype
+            assert layer.inputs["dt"].dtype == torch.float32
+            assert layer.inputs["x"].dtype == layer.inputs["B"].dtype == model_dtype
         for layer_idx in mamba_layer_indices(model.config):
             assert cache.get_conv_state(layer_idx).dtype == model_dtype
 

@@ -256,7 +256,8 @@ def a_step_ignores_the_buffer(patch) -> None:
     write = InputBuffer.write
 
     def broken(self, new, segment):
-        self.dt[:, :, : int(segment.start.values.max())] = 0.0
+        for tensor in self.tensors():
+            tensor[:, :, : int(segment.start.values.max())] = 0.0
         write(self, new, segment)
 
     patch.setattr(InputBuffer, "write", broken)
@@ -266,7 +267,8 @@ def a_token_is_written_to_another_slot(patch) -> None:
     write = InputBuffer.write
 
     def broken(self, new, segment):
-        write(self, tuple(part.roll(1, 1) if part.shape[1] > 1 else torch.zeros_like(part) for part in new), segment)
+        roll = lambda part: part.roll(1, 1) if part.shape[1] > 1 else torch.zeros_like(part)  # noqa: E731
+        write(self, {name: roll(part) for name, part in new.items()}, segment)
 
     patch.setattr(InputBuffer, "write", broken)
 
@@ -322,9 +324,7 @@ def reorder_forgets_the_positions(patch) -> None:
 
 def copies_forget_the_buffer(patch) -> None:
     def broken(self, memo):
-        other = InputBuffer.__new__(InputBuffer)
-        other.x, other.B, other.dt = torch.zeros_like(self.x), torch.zeros_like(self.B), torch.zeros_like(self.dt)
-        return other
+        return self.map(torch.zeros_like)
 
     patch.setattr(InputBuffer, "__deepcopy__", broken, raising=False)
 

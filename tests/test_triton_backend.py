@@ -30,7 +30,7 @@ from twins import Twins, eventful_session
 
 import hf_replayssm
 from hf_replayssm.families import FAMILIES
-from hf_replayssm.models.mamba2 import is_reference
+from hf_replayssm.models.mixer import is_reference
 from hf_replayssm.ops import backend, mamba2
 
 
@@ -113,7 +113,7 @@ def test_a_segment_is_one_call(name, kernel, monkeypatch):
             lambda *args, op=op, function=function, **kwargs: (calls.append(op), function(*args, **kwargs))[1],
         )
     layer_class = hf_replayssm.layers.ReplayLayer
-    for method in ("append", "flush", "_fold", "_write_checkpoint"):
+    for method in ("replay", "_fold", "_write_checkpoint"):
         monkeypatch.delattr(layer_class, method)
     family, overrides = SMALL[name]
     model = hf_replayssm.enable(tiny_model(family, **overrides), backend="triton")
@@ -144,7 +144,7 @@ def test_autocast_changes_the_dtype_on_the_way(name):
         with torch.autocast("cpu", torch.bfloat16):
             steps = [model(input_ids=ids[:, i : i + 1], cache=cache).logits for i in range(4, 8)]
         logits[kind] = torch.cat([*steps, model(input_ids=ids[:, 8:], cache=cache).logits], 1).float()
-        assert replay_layers(cache)[0].inputs.x.dtype == torch.float32
+        assert replay_layers(cache)[0].inputs["x"].dtype == torch.float32
     assert relative_error(logits["triton"], logits["torch"]) < 0.05
 
 

@@ -358,7 +358,7 @@ def enabled_model(name: str) -> PreTrainedModel:
 
 def used_slots(cache, layer) -> torch.Tensor:
     """(batch, slots) bool: which slots of the layer's buffer, a ring, hold a token."""
-    slots = layer.inputs.dt.shape[2]
+    slots = layer.inputs.capacity
     if hasattr(layer, "phase"):  # static: counts on the device, for each phase
         first, held = cache.base[layer.phase].cpu() % slots, cache.held[layer.phase].cpu()
     else:
@@ -370,10 +370,10 @@ def used_slots(cache, layer) -> torch.Tensor:
 def poison(cache, value: float = math.nan) -> None:
     """Fill every unused buffer slot with `value`: a read of one that is not masked by `where` cannot go unseen."""
     for layer in replay_layers(cache):
-        if layer.inputs is None or layer.inputs.x is None:
+        if layer.inputs is None:
             continue
-        row, slot = (index.to(layer.inputs.dt.device) for index in (~used_slots(cache, layer)).nonzero(as_tuple=True))
-        for buffer in (layer.inputs.x, layer.inputs.B, layer.inputs.dt):
+        row, slot = (index.to(layer.inputs.device) for index in (~used_slots(cache, layer)).nonzero(as_tuple=True))
+        for buffer in layer.inputs.tensors():
             buffer[row, :, slot] = value
 
 

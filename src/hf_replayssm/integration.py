@@ -25,6 +25,7 @@ from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
 from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_packed
 from .models.mamba2 import ReplayMamba2Mixer
+from .models.mixer import ReplayMixer
 from .models.norms import ReplayRMSNorm, is_norm
 from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
 from .static import StaticReplayCache
@@ -32,7 +33,7 @@ from .versions import warn_outside_tested_range
 
 
 REPLAY_IMPLEMENTATIONS = ("replayssm", "replayssm_static")
-MIXERS = {"mamba2": ReplayMamba2Mixer}  # by Family.recurrence
+MIXERS: dict[str, type[ReplayMixer]] = {"mamba2": ReplayMamba2Mixer}  # by Family.recurrence
 
 # A draft window may be a little longer than the number of drafts asked for: the bonus token, and a schedule that adds
 # two after a full match.
@@ -111,7 +112,7 @@ def release(model: torch.nn.Module) -> None:
 
 def is_enabled(model: torch.nn.Module) -> bool:
     """Whether the model's mixers replay."""
-    return any(isinstance(module, tuple(MIXERS.values())) for module in model.modules())
+    return any(isinstance(module, ReplayMixer) for module in model.modules())
 
 
 def _parts(model: torch.nn.Module):

@@ -19,8 +19,9 @@ from ..families import Signature
 from ..layers import attention_part
 from ..ops import backend
 from ..positions import upload
-from ..static import StaticForward, StaticReplayCache
-from .mamba2 import ReplayMamba2Mixer
+from ..static import StaticReplayCache
+from ..static_positions import StaticForward
+from .mixer import ReplayMixer
 from .norms import norms_of_a_replay
 from .replaced import ReplacedClass
 
@@ -172,8 +173,8 @@ class ReplayBackbone(ReplacedClass):
             )
         devices = {}
         for module in self.modules():
-            if isinstance(module, ReplayMamba2Mixer):
-                device = module.A_log.device
+            if isinstance(module, ReplayMixer):
+                device = module.replay_device
                 devices[module.layer_idx] = inputs.device if device.type == "meta" else device
         cache.allocate(inputs.shape[0], activation_dtype(self), devices, key_shape)
 
