@@ -39,20 +39,17 @@ def uses_kernel(
     Whether the Triton kernel gives what the module would: for plain tensors on one device (no DTensor, nothing
     quantised, nothing that is still to be loaded), without a gradient and outside of autocast.
     """
-    activations = (y,) if gate is None else (y, gate)
-    tensors = *activations, norm.weight
-    if any(type(tensor) is not torch.Tensor for tensor in activations) or type(norm.weight) is not torch.nn.Parameter:
+    # (Plain loops: a model asks dozens of times a step, and in eager mode the device may wait for it.)
+    if type(norm.weight) is not torch.nn.Parameter or out_dtype not in DTYPES:
         return False
-    if out_dtype not in DTYPES or any(tensor.dtype not in DTYPES or tensor.device != y.device for tensor in tensors):
-        return False
-    if (
-        any(tensor.shape != y.shape for tensor in activations)
-        or norm.weight.shape != y.shape[-1:]
-        or y.shape[-1] % norm.group_size
-    ):
+    gradients, shape = torch.is_grad_enabled(), y.shape
+    for tensor in (y, norm.weight) if gate is None else (y, norm.weight, gate):
+        if tensor.dtype not in DTYPES or tensor.device != y.device or (gradients and tensor.requires_grad):
+            return False
+        if tensor is not norm.weight and (type(tensor) is not torch.Tensor or tensor.shape != shape):
+            return False
+    if norm.weight.shape != shape[-1:] or shape[-1] % norm.group_size:
         return False  # upstream's own error, or its broadcasting
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return False
     if torch.is_autocast_enabled(y.device.type):
         return False
     return backends.resolve(backend, y.device) == "triton"
