@@ -27,6 +27,7 @@ from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_pack
 from .models.mamba1 import ReplayMamba1Mixer, ReplayZambaMixer
 from .models.mamba2 import ReplayMamba2Mixer
 from .models.mixer import ReplayMixer
+from .models.norms import ReplayRMSNorm, is_norm
 from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
 from .static import StaticReplayCache
 from .versions import warn_outside_tested_range
@@ -82,6 +83,9 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
     for _, module, _ in backbones:
         replace_class(module, ReplayBackbone)
         module._replay_signature = signature(module.config)
+        for part in module.modules():
+            if is_norm(part):
+                replace_class(part, ReplayRMSNorm)
     for _, module in generators:
         replace_class(module, ReplayGeneration)
         module._replay_config = getattr(module, "_replay_config", ReplayConfig()).replace(**fields)

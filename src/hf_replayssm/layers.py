@@ -192,7 +192,13 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     # `operands` and `options` are the recurrence's own.
 
     def update_constants(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        """The constants of the recurrence, for this forward and for folds behind it; `compute` makes them anew."""
+        """
+        The constants of the recurrence, for this forward and for folds behind it. They are computed where a sequence
+        begins or a prompt goes on, and read from then on: a step has some launches less.
+        """
+        begins = self.cache.is_fresh or self.cache.forward_in_progress.segments[0].scan
+        if not begins and self.constants and not torch.is_grad_enabled():
+            return self.constants
         constants = compute()
         self.constants = tuple(constant.detach() for constant in constants)
         return constants

@@ -93,8 +93,7 @@ class StaticReplayLayer(ReplayLayer):
         return self.kernels
 
     def update_constants(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
-        # They are computed where a sequence begins or a prompt goes on, and read from then on: a step has a launch
-        # or two less, and what reads the state later finds them at an address that no graph reuses.
+        # What reads the state later finds them at an address that no graph reuses.
         forward = self.cache.forward_in_progress
         if forward.fresh or forward.segments[0].scan:
             for constant, value in zip(self.constants, compute()):

@@ -22,6 +22,7 @@ from ..positions import upload
 from ..static import StaticReplayCache
 from ..static_positions import StaticForward
 from .mixer import ReplayMixer
+from .norms import norms_of_a_replay
 from .replaced import ReplacedClass
 
 
@@ -74,7 +75,12 @@ class ReplayBackbone(ReplacedClass):
                 self._fill_in_static(cache, arguments, inputs)
             else:
                 self._fill_in(cache, arguments, inputs, tokens, mask)
-            outputs = super().forward(**arguments)
+            setting = cache.replay_config.backend
+            if torch.compiler.is_compiling() or backend.resolve(setting, inputs.device) == "torch":
+                outputs = super().forward(**arguments)
+            else:
+                with norms_of_a_replay(setting):
+                    outputs = super().forward(**arguments)
             cache.end_forward()
         except BaseException:
             cache.abort_forward()

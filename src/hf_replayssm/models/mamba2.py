@@ -9,10 +9,10 @@ from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..layers import ReplayLayer
-from ..ops import gated_norm, mamba2
+from ..ops import mamba2, rms_norm
 from ..positions import Segment
-from .gated_norms import as_gated_norm
 from .mixer import ReplayMixer, is_reference, outside_autocast
+from .norms import as_rms_norm
 
 
 class ReplayMamba2Mixer(ReplayMixer):
@@ -116,7 +116,7 @@ class ReplayMamba2Mixer(ReplayMixer):
         if not getattr(self, "mamba_rms_norm", True):
             return (y * F.silu(gate)).to(dtype)  # Falcon-H1 without a norm
         # (A compiler fuses the module by itself.)
-        norm = None if torch.compiler.is_compiling() else as_gated_norm(self.norm)
-        if norm is not None and gated_norm.uses_kernel(norm, y, gate, dtype, backend):
-            return gated_norm.gated_norm_triton(norm, y, gate, dtype)
+        norm = None if torch.compiler.is_compiling() else as_rms_norm(self.norm)
+        if norm is not None and rms_norm.uses_kernel(norm, y, gate, dtype, backend):
+            return rms_norm.rms_norm_triton(norm, y, gate, dtype)
         return self.norm(y, gate).to(dtype)

@@ -16,7 +16,7 @@ OPS = (
     "mamba2 replay, window",
     "mamba2 fold (flush)",
     "causal convolution",
-    "gated RMS norm",
+    "RMS norms of the layers and behind the recurrence",
     "mamba2 scan of a prefill, in windows, where mamba_ssm is not installed",
     "mamba1 replay, one token or a window",
     "mamba1 fold (flush)",
