@@ -432,15 +432,20 @@ def test_offsets_beyond_32_bits(tokens, device):
     positions = torch.tensor([9, 13, 9, tokens, 8], dtype=torch.int32, device=device)[:, None].repeat(1, batch)
     rows = [0, 8200, batch - 1]
     few = [tensor[rows].contiguous() for tensor in (*new, *owned, checkpoint)]
-    y = kernels.mamba1_step(positions, *new, *owned, A, D, checkpoint, dt_bias=bias)[rows]
-    expected = kernels.mamba1_step(positions[:, rows].contiguous(), *few[:7], A, D, few[7], dt_bias=bias)
-    assert same_bits(y, expected)
-    assert all(same_bits(tensor[rows], part) for tensor, part in zip([*owned, checkpoint], few[4:], strict=True))
+
+    def call(positions, *args):
+        return kernels.mamba1_step(positions, *args[:7], A, D, args[7], dt_bias=bias, out_dtype=F32)
+
+    # (The few rows go in other tiles, which may sum in another order.)
+    y = call(positions, *new, *owned, checkpoint)[rows]
+    assert error(y, call(positions[:, rows].contiguous(), *few)) <= BAR
+    assert all(same_bits(tensor[rows], part) for tensor, part in zip(owned, few[4:7], strict=True))
+    assert error(checkpoint[rows].float(), few[7].float()) <= 1e-3
     positions[2:4] = 0
-    state = kernels.mamba1_fold(positions[:, -4:].contiguous(), *[v[-4:] for v in owned], A, checkpoint[-4:],
-                                dt_bias=bias)  # fmt: skip
+    newest = positions[:, -4:].contiguous(), *(tensor[-4:] for tensor in owned), A, checkpoint[-4:]
+    state = kernels.mamba1_fold(*newest, dt_bias=bias)
     kernels.mamba1_fold(positions, *owned, A, checkpoint, dt_bias=bias, inplace=True)
-    assert same_bits(checkpoint[-4:], state.to(BF16))
+    assert error(checkpoint[-4:].float(), state) <= 4e-3
 
 
 # As torch operators.
@@ -651,8 +656,10 @@ def test_other_layouts_are_taken(layout, name, device):
     a = arguments(device, (1, 1, 16, 16, 3))
     a[name] = gaps(a[name]) if layout == "gaps" else a[name][..., :1].expand_as(a[name])
     dense = copy(a) | {name: a[name].contiguous()}
-    assert same_bits(step(dense), step(a))
-    assert same_bits(scan(dense)[0], scan(a)[0])
+    for function in (step, lambda all_: scan(all_)[0]):
+        expected, got = function(dense), function(a)
+        # (On a GPU another layout is another program.)
+        assert same_bits(expected, got) if device == "cpu" else error(got, expected) <= BAR
 
 
 @needs
