@@ -60,7 +60,8 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.utils import GenerationMixin
 
 import hf_replayssm
-from hf_replayssm import ReplayCache, speculative, speculative_generate
+from hf_replayssm import ReplayCache, speculative_generate
+from hf_replayssm.speculative import loop as speculation
 
 
 SECTIONS = ("forwards", "decoding", "overhead")
@@ -331,7 +332,7 @@ class Decoding:
                 sequences = self.model.generate(self.ids, do_sample=False, **arguments)
             self.rounds = candidates.rounds
             return sequences
-        with patched(speculative, PromptLookup=make):
+        with patched(speculation, PromptLookup=make):
             output = speculative_generate(
                 self.model, self.ids, do_sample=False, return_dict_in_generate=True, **arguments
             )

@@ -294,9 +294,8 @@ def weight_bytes(model: PreTrainedModel) -> int:
 def state_bytes(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> int:
     """Bytes of the recurrent state of one sequence, all layers together."""
     config = config.get_text_config(decoder=True)
-    heads, head_dim, state = (getattr(config, name) for name in family_of_config(config).geometry[:3])
     layers = sum(kind in ("linear_attention", "hybrid", "hybrid_sliding") for kind in config.layer_types)
-    return layers * heads * head_dim * state * dtype.itemsize
+    return layers * math.prod(family_of_config(config).recurrence_of(config).state_shape) * dtype.itemsize
 
 
 def random_prompt(model: PreTrainedModel, batch: int, columns: int, seed: int = 0) -> torch.Tensor:

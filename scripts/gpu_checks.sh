@@ -41,7 +41,7 @@ SANITIZED=(
     "test_sizes and bfloat16" "test_layouts"
 )
 sanitizer() {
-    local files=(tests/kernels/test_mamba2.py tests/kernels/test_causal_conv.py tests/kernels/test_gated_norm.py)
+    local files=(tests/kernels/test_mamba2.py tests/kernels/test_causal_conv.py tests/kernels/test_rms_norm.py)
     local which
     which=$(printf ' or (%s)' "${SANITIZED[@]}")
     OMP_NUM_THREADS=1 part sanitizer-warm 300 "${pytest[@]}" "${files[@]}" -n "$WORKERS" -q -k "${which:4}"

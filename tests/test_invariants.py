@@ -14,12 +14,15 @@ import pytest
 import torch
 from tiny_models import (
     BUFFER_LENS,
+    MAMBA2_NAMES,
+    PURE_NAMES,
     RTOL,
     VARIANT_NAMES,
     Session,
     assert_same_logits,
     assert_unchanged,
     copy_of,
+    dt_bias_of,
     enabled_model,
     fingerprint,
     has_attention,
@@ -123,7 +126,7 @@ def test_01_positions_may_be_given(family: str):
     parts = []
     for start, stop in ((0, 6), (6, 7), (7, 10), (10, 11), (11, 14)):
         kwargs = {"attention_mask": torch.ones(2, stop, dtype=torch.long)}
-        if family != "mamba2":
+        if family not in PURE_NAMES:
             kwargs["position_ids"] = torch.arange(start, stop)[None].expand(2, -1)
         with torch.no_grad():
             out = model(input_ids=ids[:, start:stop], cache=cache, use_cache=True, **kwargs)
@@ -202,7 +205,7 @@ def test_01_the_other_cache_is_upstreams_own(family: str):
         with torch.no_grad():
             whole = model(input_ids=ids).logits
             first = model(input_ids=ids[:, :9], cache=cache, use_cache=True)
-            positions = {} if family == "mamba2" else {"position_ids": torch.arange(9, 12)[None]}
+            positions = {} if family in PURE_NAMES else {"position_ids": torch.arange(9, 12)[None]}
             then = model(input_ids=ids[:, 9:], cache=cache, use_cache=True, **positions)
             assert type(then.cache) is DynamicCache
         results.append(torch.cat([whole, first.logits, then.logits], 1))
@@ -298,7 +301,7 @@ def test_02_the_buffer_stays_bounded(family: str, buffer_len: int):
         assert int(made.cache.held[0]) <= buffer_len + 6 + (5 if round_ == 0 else 0)  # no crop since the prefill yet
     for layer in replay_layers(made.cache):
         # A window of 5 is appended before old tokens are folded, to the most that was held: that of the first round.
-        assert layer.inputs.x.shape[2] <= max(buffer_len + 2 * 6 + 1, (buffer_len + 6 + 5) + 5 + buffer_len)
+        assert layer.inputs.capacity <= max(buffer_len + 2 * 6 + 1, (buffer_len + 6 + 5) + 5 + buffer_len)
     made.verify()
 
 
@@ -366,7 +369,7 @@ def test_02_a_very_long_forward_is_a_prefill_again(family: str, buffer_len: int)
     made.crop(1)
     made.append(257 + buffer_len + 5)
     for layer in replay_layers(made.cache):
-        assert layer.inputs.x.shape[2] < 200
+        assert layer.inputs.capacity < 200
     assert made.cache.max_croppable >= 5
     made.crop(5)
     made.verify()
@@ -503,7 +506,7 @@ def test_04_prefill_keeps_no_more_than_its_tail(family: str, buffer_len: int):
     made = session(family, 1, True, buffer_len=buffer_len, max_window=5)
     made.append(100)
     for layer in replay_layers(made.cache):
-        assert layer.inputs.x.shape[2] <= 2 * (buffer_len + 5)
+        assert layer.inputs.capacity <= 2 * (buffer_len + 5)
     made.crop(5)
     made.verify()
 
@@ -645,7 +648,7 @@ def test_06_the_limit_of_dt_holds_in_every_path(name: str, buffer_len: int):
         run_program(made, [10] + [1] * (buffer_len + 2) + [3, 40, 1])
         for row in range(2):
             for layer in replay_layers(made.cache):
-                dt = layer.inputs.dt[row][:, used_slots(made.cache, layer)[row]]
+                dt = layer.inputs["dt"][row][:, used_slots(made.cache, layer)[row]]
                 assert dt.dtype == torch.float32
                 assert (dt >= low - 1e-6).all() and (dt <= high + 1e-6).all(), "the buffer holds the final dt"
 
@@ -747,7 +750,8 @@ def test_07_the_content_of_masked_tokens_is_irrelevant(family: str, buffer_len: 
             cache.get_recurrent_state(index).flatten() for index in mamba_layer_indices(shared_model(family).config)
         ]
         results.append((torch.cat(kept), torch.cat(states)))
-    if family in ("nemotron_h", "granitemoehybrid"):  # experts multiply the tokens that chose them in one product
+    experts = "nemotron_h", "granitemoehybrid", "jamba"
+    if family in experts:  # they multiply the tokens that chose them in one product
         assert_same_logits(results[0][0], results[1][0], 1e-5)
         assert_same_logits(results[0][1], results[1][1], 1e-5)
     else:
@@ -983,7 +987,7 @@ def test_12_a_window_costs_input_slots_and_no_states(family: str):
         stored = sum(value.numel() for value in fingerprint(made.cache).values() if isinstance(value, torch.Tensor))
         ran, writes = len(calls), made.cache.stats.checkpoint_writes
         assert ran == len(mixers(made.model))
-        buffers = [layer.inputs.x.data_ptr() for layer in replay_layers(made.cache)]
+        buffers = [layer.inputs["x"].data_ptr() for layer in replay_layers(made.cache)]
         made.compare()
         made.crop(5)
         assert len(calls) == ran, "a crop ran the model again"
@@ -991,17 +995,13 @@ def test_12_a_window_costs_input_slots_and_no_states(family: str):
         for handle in handles:
             handle.remove()
     assert versions(made.cache) == before, "a crop wrote a checkpoint"
-    assert [layer.inputs.x.data_ptr() for layer in replay_layers(made.cache)] == buffers, "a crop moved the buffers"
+    assert [layer.inputs["x"].data_ptr() for layer in replay_layers(made.cache)] == buffers, "a crop moved the buffers"
     assert made.cache.stats.checkpoint_writes == writes
     assert made.cache.held.tolist() == [value + 2 for value in held]
     assert (made.cache.stats.crops, made.cache.stats.tokens_cropped) == (2, 2 * (3 + 5))  # tokens count by rows
     # No state is kept beside the checkpoint: all tensors together hold less than two states and the buffers.
     states = sum(layer.checkpoint.numel() for layer in replay_layers(made.cache))
-    slots = sum(
-        buffer.numel()
-        for layer in replay_layers(made.cache)
-        for buffer in (layer.inputs.x, layer.inputs.B, layer.inputs.dt)
-    )
+    slots = sum(buffer.numel() for layer in replay_layers(made.cache) for buffer in layer.inputs.tensors())
     others = sum(
         layer.keys.numel() + layer.values.numel()
         for layer in made.cache.layers
@@ -1079,8 +1079,9 @@ def test_16_the_checkpoint_is_fp32_unless_asked(family: str):
                 model(input_ids=random_ids(1, tokens), cache=cache, use_cache=True)
         for layer in replay_layers(cache):
             assert layer.checkpoint.dtype == torch.float32
-            assert layer.inputs.dt.dtype == torch.float32
-            assert layer.inputs.x.dtype == layer.inputs.B.dtype == model_dtype
+            assert layer.inputs["x"].dtype == layer.inputs["B"].dtype == model_dtype
+            # Mamba-1 holds dt as it leaves its projection.
+            assert layer.inputs["dt"].dtype == (torch.float32 if family in MAMBA2_NAMES else model_dtype)
         for layer_idx in mamba_layer_indices(model.config):
             assert cache.get_conv_state(layer_idx).dtype == model_dtype
 
@@ -1137,7 +1138,7 @@ def test_16_extreme_time_steps(family: str):
     for shift in (60.0, -60.0):
         model = copy_of(family)
         for mixer in mixers(model):
-            mixer.dt_bias.data += shift
+            dt_bias_of(mixer).data += shift
         ids = random_ids(1, 24, seed=9)
         expected = whole_forward(model, ids)
         hf_replayssm.enable(model)

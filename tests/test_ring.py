@@ -241,14 +241,14 @@ def test_write_and_in_order(first: list[int], start: list[int], counts: list[int
     made = segment(first, start, counts, tokens)
     draw = torch.Generator().manual_seed(1)
     shapes = ((2, 4, slots, 5), (2, 2, slots, 3), (2, 4, slots))
-    buffer = InputBuffer(*(torch.randn(shape, generator=draw) for shape in shapes))
+    buffer = InputBuffer({name: torch.randn(shape, generator=draw) for name, shape in zip("abc", shapes)})
     expected = [tensor.clone() for tensor in buffer.tensors()]
     new = tuple(torch.randn(2, tokens, *shape[1:2], *shape[3:], generator=draw) for shape in shapes)
     for tensor, values in zip(expected, new):
         for row in range(2):
             for token in range(counts[row]):
                 tensor[row, :, (first[row] + start[row] + token) % slots] = values[row, token]
-    buffer.write(new, made)
+    buffer.write(dict(zip("abc", new)), made)
     for tensor, wanted in zip(buffer.tensors(), expected):
         assert torch.equal(tensor, wanted)
 
@@ -266,9 +266,9 @@ def test_write_and_in_order(first: list[int], start: list[int], counts: list[int
 
 def test_in_order_copies_nothing_where_it_need_not():
     shapes = ((2, 4, 7, 5), (2, 2, 7, 3), (2, 4, 7))
-    buffer = InputBuffer(*(torch.zeros(shape) for shape in shapes))
+    buffer = InputBuffer({name: torch.zeros(shape) for name, shape in zip("abc", shapes)})
     same = lambda slot: Rows(torch.tensor([slot, slot]))  # noqa: E731
-    shares = lambda read: read[0].untyped_storage().data_ptr() == buffer.x.untyped_storage().data_ptr()  # noqa: E731
+    shares = lambda read: read[0].untyped_storage().data_ptr() == buffer["a"].untyped_storage().data_ptr()  # noqa: E731
     assert buffer.in_order(same(0), 7) == buffer.tensors()
     assert shares(buffer.in_order(same(3), 4)) and shares(buffer.in_order(same(7 + 3), 4))
     assert not shares(buffer.in_order(same(3), 5))

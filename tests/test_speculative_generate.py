@@ -42,8 +42,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_replayssm
-from hf_replayssm import ReplayCache, bundled, is_enabled, speculative, speculative_generate
-from hf_replayssm.speculative import PromptLookup
+from hf_replayssm import ReplayCache, bundled, is_enabled, speculative_generate
+from hf_replayssm.speculative import acceptance, loop
+from hf_replayssm.speculative.lookup import PromptLookup
 
 
 NEW_TOKENS = 14
@@ -177,15 +178,15 @@ def test_rollback_is_exact_for_rows_of_their_own_pace(family, draft, buffer_len,
         return accepted, torch.randint(FIRST_TOKEN, VOCAB, (3,), generator=generator)
 
     taken = []
-    advance = speculative._Speculation._advance
+    advance = loop.Speculation._advance
 
     def recorded(self, kept, *args):
         taken.append((self.rows.clone(), self.lengths[self.rows].clone()))
         advance(self, kept, *args)
 
-    monkeypatch.setattr(speculative, "accept_greedy", accept)
-    monkeypatch.setattr(speculative._Speculation, "_advance", recorded)
-    monkeypatch.setattr(speculative, "LEAVING_SHARE", 2)  # nobody leaves
+    monkeypatch.setattr(loop, "accept_greedy", accept)
+    monkeypatch.setattr(loop.Speculation, "_advance", recorded)
+    monkeypatch.setattr(loop, "LEAVING_SHARE", 2)  # nobody leaves
     arguments = {"assistant_model": assistant, "num_assistant_tokens": 3}
     sequences = speculative_generate(model, ids, mask, max_new_tokens=11, **arguments)
 
@@ -290,7 +291,7 @@ def test_rows_end_at_their_end_tokens_and_leave(family, kind, stay, monkeypatch)
     batches = []
     handle = model.register_forward_hook(lambda _, args, output: batches.append(len(output.logits)))
     if stay:
-        monkeypatch.setattr(speculative, "LEAVING_SHARE", 2)
+        monkeypatch.setattr(loop, "LEAVING_SHARE", 2)
     output = speculative_generate(model, ids, mask, return_dict_in_generate=True, **ends, **drafting(kind, family))
     handle.remove()
     assert torch.equal(output.sequences, expected)
@@ -488,7 +489,7 @@ WRONG = {
     + [("the refused token may come again", "prompt lookup"), ("every draft accepted", "prompt lookup")],
 )
 def test_a_wrong_correction_is_noticed(what, source, monkeypatch):
-    monkeypatch.setattr(speculative, *WRONG[what])
+    monkeypatch.setattr(acceptance, *WRONG[what])
     model, prompt = small_model(0), [3, 4, 5, 3, 4, 5, 3, 4]
     expected = exact_distribution(model, prompt)
     hf_replayssm.enable(model)
@@ -522,7 +523,7 @@ def test_accept_greedy():
     best = torch.tensor([[4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 7], [4, 5, 6, 7]])
     scores = torch.nn.functional.one_hot(best, 9).float()
     drafts = torch.tensor([[4, 5, 6], [4, 1, 6], [1, 5, 6], [4, 5, 6]])
-    accepted, token = speculative.accept_greedy(scores, drafts, torch.tensor([3, 3, 3, 1]))
+    accepted, token = acceptance.accept_greedy(scores, drafts, torch.tensor([3, 3, 3, 1]))
     assert accepted.tolist() == [3, 1, 0, 1] and token.tolist() == [7, 5, 4, 5]
 
 
@@ -530,14 +531,14 @@ def test_accept_sampled_at_its_limits():
     one_hot = torch.nn.functional.one_hot
     p = one_hot(torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3]]), 5).float()
     drafts = torch.tensor([[1, 2], [1, 4], [1, 2]])
-    accepted, token = speculative.accept_sampled(p, one_hot(drafts, 5).float(), drafts, torch.tensor([2, 2, 0]))
+    accepted, token = acceptance.accept_sampled(p, one_hot(drafts, 5).float(), drafts, torch.tensor([2, 2, 0]))
     # All; up to a draft that p does not know; and none where there was none, though p would have taken it.
     assert accepted.tolist() == [2, 1, 0] and token.tolist() == [3, 2, 1]
 
 
 def test_residual():
     p, q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5]]), torch.tensor([[0.6, 0.1, 0.3], [0.2, 0.3, 0.5]])
-    assert torch.allclose(speculative.residual(p, q), torch.tensor([[0.0, 0.2, 0.0], [0.2, 0.3, 0.5]]))
+    assert torch.allclose(acceptance.residual(p, q), torch.tensor([[0.0, 0.2, 0.0], [0.2, 0.3, 0.5]]))
 
 
 def naive_look_up(tokens: list[int], drafts: int, ngram: int) -> list[int]:

@@ -29,7 +29,8 @@ from tiny_models import (
 from twins import Twins, eventful_session
 
 import hf_replayssm
-from hf_replayssm.models.mamba2 import is_reference
+from hf_replayssm.families import FAMILIES
+from hf_replayssm.models.mixer import is_reference
 from hf_replayssm.ops import backend, mamba2
 
 
@@ -59,6 +60,16 @@ SMALL = {
         ),
     ),
     "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, num_hidden_layers=1)),
+    "mamba": ("mamba", dict(hidden_size=16, num_hidden_layers=1)),
+    "falcon_mamba, another activation": (
+        "falcon_mamba",
+        dict(hidden_size=16, num_hidden_layers=1, hidden_act="gelu", use_conv_bias=False),
+    ),
+    "jamba": (
+        "jamba",
+        dict(hidden_size=16, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    ),
+    "zamba": ("zamba", dict(hidden_size=16, num_hidden_layers=2, layers_block_type=["hybrid", "hybrid"])),
 }
 
 
@@ -99,20 +110,31 @@ def test_a_low_precision_checkpoint():
 
 
 @interpreted
-@pytest.mark.parametrize(("name", "kernel"), [("mamba2", "decode"), ("mamba2, another activation", "step")])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("mamba2", ["mamba2_decode"]),
+        ("mamba2, another activation", ["mamba2_step"]),
+        ("mamba", ["causal_conv", "mamba1_step"]),
+        ("falcon_mamba, another activation", ["mamba1_step"]),
+    ],
+)
 @torch.no_grad()
-def test_a_segment_is_one_call(name, kernel, monkeypatch):
-    """Whatever happens in it: no PyTorch op stands in for a flush, for masked tokens or for rows apart."""
+def test_a_segment_is_one_call(name, kernels, monkeypatch):
+    """
+    Whatever happens in it (of Mamba-1, around the projections that stand behind the convolution): no PyTorch op stands
+    in for a flush, for masked tokens or for rows apart.
+    """
     calls = []
-    for op in ("decode", "step", "fold"):
-        function = getattr(replayssm_kernels, f"mamba2_{op}")
+    for op in ("mamba2_decode", "mamba2_step", "mamba2_fold", "mamba1_step", "mamba1_fold", "causal_conv"):
+        function = getattr(replayssm_kernels, op)
         monkeypatch.setattr(
             replayssm_kernels,
-            f"mamba2_{op}",
+            op,
             lambda *args, op=op, function=function, **kwargs: (calls.append(op), function(*args, **kwargs))[1],
         )
     layer_class = hf_replayssm.layers.ReplayLayer
-    for method in ("append", "flush", "_fold", "_write_checkpoint"):
+    for method in ("replay", "_fold", "_write_checkpoint"):
         monkeypatch.delattr(layer_class, method)
     family, overrides = SMALL[name]
     model = hf_replayssm.enable(tiny_model(family, **overrides), backend="triton")
@@ -124,13 +146,13 @@ def test_a_segment_is_one_call(name, kernel, monkeypatch):
     cache.crop(torch.tensor([-1, -2]))
     cache.record_past = False
     model(input_ids=random_ids(2, 1), cache=cache)  # flushes
-    assert cache.stats.checkpoint_writes > 0 and calls == [kernel] * 4
+    assert cache.stats.checkpoint_writes > 0 and calls == kernels * 4
     cache.get_recurrent_state(0)
-    assert calls[4:] == ["fold"]
+    assert calls[len(kernels) * 4 :] == [kernels[-1].split("_")[0] + "_fold"]
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["mamba2", "mamba2, another activation"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba2, another activation", "mamba", "zamba"])
 @torch.no_grad()
 def test_autocast_changes_the_dtype_on_the_way(name):
     """The buffers keep the dtype of the first forward; activations of another one are cast to it."""
@@ -143,7 +165,7 @@ def test_autocast_changes_the_dtype_on_the_way(name):
         with torch.autocast("cpu", torch.bfloat16):
             steps = [model(input_ids=ids[:, i : i + 1], cache=cache).logits for i in range(4, 8)]
         logits[kind] = torch.cat([*steps, model(input_ids=ids[:, 8:], cache=cache).logits], 1).float()
-        assert replay_layers(cache)[0].inputs.x.dtype == torch.float32
+        assert replay_layers(cache)[0].inputs["x"].dtype == torch.float32
     assert relative_error(logits["triton"], logits["torch"]) < 0.05
 
 
@@ -260,14 +282,24 @@ def model_with_norm(name: str):
 
 @pytest.fixture
 def norm_calls(monkeypatch) -> list[int]:
-    """The number of tokens in each call of the norm's kernel."""
-    calls, kernel = [], replayssm_kernels.gated_rms_norm
+    """The number of tokens in each call of the norm's kernel with a gate."""
+    return _recorded_norms(monkeypatch)[True]
 
-    def recorded(y, *args, **kwargs):
-        calls.append(y.shape[1])
-        return kernel(y, *args, **kwargs)
 
-    monkeypatch.setattr(replayssm_kernels, "gated_rms_norm", recorded)
+@pytest.fixture
+def plain_norm_calls(monkeypatch) -> list[int]:
+    """The same without a gate: norms between layers."""
+    return _recorded_norms(monkeypatch)[False]
+
+
+def _recorded_norms(monkeypatch) -> dict[bool, list[int]]:
+    calls, kernel = {True: [], False: []}, replayssm_kernels.rms_norm
+
+    def recorded(y, gate, *args, **kwargs):
+        calls[gate is not None].append(y.shape[1])
+        return kernel(y, gate, *args, **kwargs)
+
+    monkeypatch.setattr(replayssm_kernels, "rms_norm", recorded)
     return calls
 
 
@@ -348,6 +380,65 @@ def test_the_gated_norm_of_a_16_bit_model(norm_calls):
     triton, plain = (forwards(model, kind, 2, 1) for kind in ("triton", "torch"))
     assert norm_calls == [2, 1] and triton.dtype == torch.float16
     assert relative_error(triton, plain) < 0.01
+
+
+@interpreted
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_a_norm_between_layers_is_one_call(name, plain_norm_calls):
+    """In all forwards that replay, and only there; whatever watches the module sees it as before."""
+    model, called = tiny_model(name), []
+    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    for norm in norms:
+        norm.weight.copy_(torch.linspace(-1.0, 2.0, len(norm.weight)))
+        norm.register_forward_hook(lambda module, args, out: called.append(out.shape[1]))
+    upstream = [type(norm) for norm in norms]
+    hf_replayssm.enable(model)
+    expected = forwards(model, "torch", 5, 1, 2)
+    assert plain_norm_calls == [] and len(called) > 3
+    called.clear()
+    assert_same_logits(forwards(model, "triton", 5, 1, 2), expected)
+    assert plain_norm_calls == called
+    plain_norm_calls.clear()
+    model(input_ids=random_ids(1, 3), use_cache=False)
+    hf_replayssm.disable(model)
+    model(input_ids=random_ids(1, 3))
+    assert plain_norm_calls == [] and [type(norm) for norm in norms] == upstream
+
+
+@interpreted
+@torch.no_grad()
+def test_a_norm_that_somebody_changed_is_called(plain_norm_calls, monkeypatch):
+    """On the module or in its class, before `enable` or after."""
+    model = tiny_model("bamba")
+    own, late = model.model.layers[0].input_layernorm, model.model.final_layernorm
+    cls = type(own)
+    own.forward = lambda hidden_states: 2 * cls.forward(own, hidden_states)
+    model = hf_replayssm.enable(model)
+    assert type(own) is cls and type(late) is not cls
+    expected = forwards(model, "torch", 2, 1)
+    assert_same_logits(forwards(model, "triton", 2, 1), expected)
+    taken = len(plain_norm_calls)
+    late.forward = lambda hidden_states: hidden_states
+    expected = forwards(model, "torch", 2, 1)
+    assert_same_logits(forwards(model, "triton", 2, 1), expected)
+    assert 0 < len(plain_norm_calls) - taken < taken
+    del late.forward, plain_norm_calls[:]
+    upstream = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, hidden_states: 3 * upstream(self, hidden_states))
+    expected = forwards(model, "torch", 2, 1)
+    assert_same_logits(forwards(model, "triton", 2, 1), expected)
+    assert plain_norm_calls == []
+
+
+@interpreted
+@torch.no_grad()
+def test_norms_between_layers_of_a_16_bit_model(plain_norm_calls):
+    for name in ("bamba", "nemotron_h"):  # rounded before the weight, and behind it
+        model = hf_replayssm.enable(tiny_model(name).to(torch.float16))
+        triton, plain = (forwards(model, kind, 2, 1) for kind in ("triton", "torch"))
+        assert triton.dtype == plain.dtype and relative_error(triton, plain) < 0.01
+    assert plain_norm_calls
 
 
 # ------------------------------------------------------------------------------------------------ which backend

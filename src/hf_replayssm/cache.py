@@ -4,9 +4,9 @@
 How one forward goes through it. The model opens it with `begin_forward(tokens, mask)`, which decides once for all
 layers which tokens go where (a [`ReplayForward`] of one or two [`Segment`]s, see `positions.py`) and changes nothing.
 Each recurrent layer then runs its segments (`layers.py`): one `decode` where there are Triton kernels, `convolve` and
-`append` + the `replay` op elsewhere, or, for a prefill, a scan that starts from the whole state. `end_forward` moves
-the write positions, once for all layers. So a forward that fails before its first layer leaves the cache as it was,
-and every layer is always at the same position.
+`replay` elsewhere, or, for a prefill, a scan that starts from the whole state. What of it is the recurrence's own is in
+`recurrences`. `end_forward` moves the write positions, once for all layers. So a forward that fails before its first
+layer leaves the cache as it was, and every layer is always at the same position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from .config import ReplayConfig
-from .families import family_of_config, signature
+from .families import signature
 from .layers import REPLAY_LAYER_TYPES, CropError, OwnedLayer, ReplayLayer, attention_part
 from .ops.refuse_backward import RefuseBackward
 from .positions import Positions, ReplayForward, Rows, Segment, upload
@@ -81,7 +81,7 @@ class ReplayCache(Cache):
         ValueError: an unsupported model, or an unknown or invalid setting.
 
     `stats` ([`ReplayStats`]) counts what was written. Tensors of the recurrent layers are in `layers[i].checkpoint`
-    (batch, heads, head_dim, state) and `layers[i].inputs`.
+    (batch, *state_shape; of Mamba-2 heads, head_dim, state) and `layers[i].inputs`.
 
     Example:
 
@@ -99,8 +99,12 @@ class ReplayCache(Cache):
             raise ValueError(f"A ReplayCache is built for a model: pass `config=model.config`, not {type(config)}.")
         self.replay_config = (replay_config or ReplayConfig()).replace(**fields)
         text_config = config.get_text_config(decoder=True)
-        family_of_config(text_config)
-        self.signature = signature(text_config)
+        self.signature = signature(text_config)  # raises for an unsupported model
+        if self.replay_config.time_step_limit is not None and not self.signature.recurrence.has_time_step_limit:
+            raise ValueError(
+                f"`time_step_limit` overrides a limit on dt that models of type {self.signature.model_type!r} do not "
+                "have: leave it out."
+            )
         super().__init__(layers=self._make_layers(text_config))
         self.replay_layers = [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
         self._own_layers()
@@ -114,8 +118,12 @@ class ReplayCache(Cache):
 
     def _make_layers(self, text_config: Any) -> list[Any]:
         layer_types, layer_kwargs = get_layer_types_and_kwargs(text_config)
-        classes = DYNAMIC_LAYER_TYPE_MAPPING | REPLAY_LAYER_TYPES
-        return [classes[name](**kwargs) for name, kwargs in zip(layer_types, layer_kwargs)]
+        return [
+            REPLAY_LAYER_TYPES[name](recurrence=self.signature.recurrence, **kwargs)
+            if name in REPLAY_LAYER_TYPES
+            else DYNAMIC_LAYER_TYPE_MAPPING[name](**kwargs)
+            for name, kwargs in zip(layer_types, layer_kwargs)
+        ]
 
     # One forward.
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from .ops import backend, causal_conv, mamba2
+from .ops import backend, causal_conv
 from .positions import Rows, Segment, fold_positions, ring_slots, upload
+from .recurrences import Recurrence
 
 
 if TYPE_CHECKING:
@@ -26,32 +27,41 @@ class CropError(ValueError, RuntimeError):
 
 class InputBuffer:
     """
-    The inputs of the tokens since the checkpoint, for one layer: x (b, h, slots, p) and B (b, g, slots, n) in the
-    activation dtype, dt (b, h, slots) in float32.
+    The inputs of the tokens since the checkpoint, for one layer: tensors (b, ..., slots, ...) by name, the slots in
+    dimension 2. Which there are is the recurrence's to say ([`Recurrence.inputs`]).
 
     The slots are a ring: what a row holds begins at a slot of its own (`Positions.first`) and goes on from slot 0
     behind the last one. So a fold of old tokens moves a number, and no slot is copied.
     """
 
-    names = ("x", "B", "dt")
+    def __init__(self, tensors: dict[str, torch.Tensor]):
+        self.names, self._tensors = tuple(tensors), tuple(tensors.values())
 
-    def __init__(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor):
-        self.x, self.B, self.dt = x, B, dt
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[self.names.index(name)]
 
     @property
     def capacity(self) -> int:
-        return self.dt.shape[2]
+        return self._tensors[0].shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self._tensors[0].device
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of one slot of one row."""
-        return sum(t.numel() * t.element_size() for t in self.tensors()) // (self.dt.shape[0] * self.capacity)
+        rows = self._tensors[0].shape[0]
+        return sum(t.numel() * t.element_size() for t in self._tensors) // (rows * self.capacity)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.x, self.B, self.dt
+        return self._tensors
+
+    def named(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self.names, self._tensors))
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> InputBuffer:
-        return InputBuffer(*(function(tensor) for tensor in self.tensors()))
+        return InputBuffer({name: function(tensor) for name, tensor in self.named().items()})
 
     def grown(self, capacity: int, first: Rows) -> InputBuffer:
         """A copy with more slots, in which every row begins at slot 0; `first` is where it begins in this one."""
@@ -61,38 +71,68 @@ class InputBuffer:
             larger[:, :, : tensor.shape[2]] = tensor
             return larger
 
-        return InputBuffer(*self.in_order(first, self.capacity)).map(grow)
+        return InputBuffer(dict(zip(self.names, map(grow, self.in_order(first, self.capacity)))))
 
     def in_order(self, first: Rows, count: int) -> tuple[torch.Tensor, ...]:
         """
-        x, B and dt with the `count` slots of each row from slot `first` on as slots 0, 1, ... (others may follow): what
+        The tensors with the `count` slots of each row from slot `first` on as slots 0, 1, ... (others may follow): what
         the reference ops read. Views, unless rows begin at different slots or these run over the end of the ring.
         """
         if first.same == 0:
-            return self.tensors()
+            return self._tensors
         count = max(count, 1)  # the ops find a slot to gather from, should all rows be empty
         if first.same is not None:
             begin = first.same % self.capacity
             if begin + count <= self.capacity:
-                return tuple(tensor[:, :, begin : begin + count] for tensor in self.tensors())
-        slots = first.slots_from(count, self.capacity, self.dt.device)
+                return tuple(tensor[:, :, begin : begin + count] for tensor in self._tensors)
+        slots = first.slots_from(count, self.capacity, self.device)
         if slots.dim() == 1:
-            return tuple(tensor.index_select(2, slots) for tensor in self.tensors())
+            return tuple(tensor.index_select(2, slots) for tensor in self._tensors)
         row = torch.arange(len(slots), device=slots.device)[:, None]
-        return tuple(tensor[row, :, slots].transpose(1, 2) for tensor in self.tensors())
+        return tuple(tensor[row, :, slots].transpose(1, 2) for tensor in self._tensors)
 
-    def write(self, new: tuple[torch.Tensor, ...], segment: Segment) -> None:
-        """Appends x (b, t, h, p), B (b, t, g, n), dt (b, t, h): real tokens only, at each row's write position."""
+    def write(self, new: dict[str, torch.Tensor], segment: Segment) -> None:
+        """
+        Appends the segment's tokens, (b, t, ...) without the dimension of slots, to the tensors of these names: real
+        ones only, at each row's write position.
+        """
         if segment.order is None and segment.first.same is not None and segment.start.same is not None:
             begin = (segment.first.same + segment.start.same) % self.capacity
             end = begin + segment.num_tokens
             if end <= self.capacity:
-                for buffer, values in zip(self.tensors(), new):
-                    buffer[:, :, begin:end] = values.transpose(1, 2)
+                for name, values in new.items():
+                    self[name][:, :, begin:end] = values.transpose(1, 2)
                 return
-        row, token, slot = segment.write_index(self.capacity, self.dt.device)
-        for buffer, values in zip(self.tensors(), new):
+        row, token, slot = segment.write_index(self.capacity, self.device)
+        for name, values in new.items():
+            buffer = self[name]
             buffer[row, :, slot] = values[row, token].to(buffer.dtype)
+
+
+class LayerWindow:
+    """[`recurrences.Window`] of a [`ReplayLayer`]."""
+
+    def __init__(self, layer: ReplayLayer, segment: Segment):
+        self._layer, self._segment = layer, segment
+        self.checkpoint, self.num_tokens = layer.checkpoint, segment.num_tokens
+        self._first, start, end = segment.behind_fold
+        self._end = end
+        device = layer.checkpoint.device
+        self._apart = segment.order is not None or start.same is None
+        if self._apart:
+            self.start, self.end = start.tensor(device), end.tensor(device)
+        else:
+            self.start, self.end = start.same, end.same
+        self.flushes = segment.fold_last is not None and segment.fold_last.same is not None
+
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        inputs = self._layer.inputs.in_order(self._first, self._end.max)
+        if self._apart:  # counts on the device are not read: the ops would go through all slots
+            inputs = tuple(tensor[:, :, : max(self._end.max, 1)] for tensor in inputs)
+        return inputs
+
+    def append(self, **new: torch.Tensor) -> None:
+        self._layer.inputs.write(new, self._segment)
 
 
 class OwnedLayer:
@@ -117,9 +157,10 @@ class OwnedLayer:
 
 class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     """
-    The cache of one Mamba-2 layer: `checkpoint` (batch, heads, head_dim, state), `inputs` (an [`InputBuffer`]) and
-    `conv_inputs` (batch, ring, conv_dim), the newest raw inputs of the convolution in a ring indexed by the token's
-    number, so that neither a step nor a rollback moves them. All are allocated at the first forward.
+    The cache of one recurrent layer, of whichever [`Recurrence`]: `checkpoint` (batch, *state_shape), `inputs` (an
+    [`InputBuffer`]) and `conv_inputs` (batch, ring, channels), the newest raw inputs of the convolution in a ring
+    indexed by the token's number, so that neither a step nor a rollback moves them. All are allocated at the first
+    forward. `constants` are what a fold needs of the mixer, for when somebody reads the state.
 
     Readers that know nothing of replay see whole states: `recurrent_states`, `conv_states` materialise. Writers that
     know nothing of it (an upstream mixer) are refused.
@@ -128,9 +169,10 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     is_compileable = False  # it allocates as it goes, and reads positions on the host
     is_croppable = True
 
-    def __init__(self, number_of_states: int = 1, **kwargs):
+    def __init__(self, recurrence: Recurrence, number_of_states: int = 1, **kwargs):
         if number_of_states != 1:
             raise ValueError(f"A replay layer holds one recurrent state; this layer has {number_of_states}.")
+        self.recurrence = recurrence
         # Not `super().__init__`: what it sets to plain attributes are properties here, views of the replayed state.
         self.number_of_states = 1
         self.cache = None  # set by the cache that owns the layer
@@ -142,15 +184,24 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self.checkpoint: torch.Tensor | None = None
         self.inputs: InputBuffer | None = None
         self.conv_inputs: torch.Tensor | None = None
-        self.A: torch.Tensor | None = None  # (heads,) of the mixer, to fold when somebody reads the state
+        self.constants: tuple[torch.Tensor, ...] = ()
         self.device = self.dtype = None
 
     # What the mixer calls for every segment of a forward: `decode`, where the Triton kernels do all of it; else
     # `convolve`, and then `step` (kernels) or `replay` (PyTorch), or, for a scan, `state_before_scan` and `flush_to`.
+    # `operands` and `options` are the recurrence's own.
 
-    def decay_rates(self, A_log: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A (h,) in `dtype`, the dtype of sums, from the mixer's `A_log` (h,)."""
-        return -A_log.to(dtype).exp()
+    def update_constants(self, compute: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+        """
+        The constants of the recurrence, for this forward and for folds behind it. They are computed where a sequence
+        begins or a prompt goes on, and read from then on: a step has some launches less.
+        """
+        begins = self.cache.is_fresh or self.cache.forward_in_progress.segments[0].scan
+        if not begins and self.constants and not torch.is_grad_enabled():
+            return self.constants
+        constants = compute()
+        self.constants = tuple(constant.detach() for constant in constants)
+        return constants
 
     def _kernel_positions(self, segment: Segment, device: torch.device) -> torch.Tensor:
         """(5, b) int32 on `device`: where this layer's rows stand before the segment."""
@@ -159,54 +210,49 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     def uses_kernels(self, activations: torch.Tensor) -> bool:
         """Whether the Triton kernels serve `activations` on their device, and what the layer already holds."""
         config = self.cache.replay_config
-        held = activations if self.inputs is None else self.inputs.x
+        held = activations if self.inputs is None else self.inputs.tensors()[0]
         dtypes = activations.dtype, held.dtype, config.checkpoint_dtype
         return backend.resolve(config.backend, activations.device, dtypes) == "triton"
 
     def decode(
         self,
-        xBC: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        D: torch.Tensor,
         segment: Segment,
+        raw: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        activation: str,
-        heads: tuple[int, int],
-        groups: tuple[int, int],
-        **dt_rule: torch.Tensor | float,
+        *operands: torch.Tensor,
+        **options: Any,
     ) -> torch.Tensor:
         """
-        All that a segment without a scan needs, as one call of kernels: raw xBC (b, t, conv_dim) and dt (b, t, h; real
-        tokens first) -> (b, t, h, p); anything may stand behind a row's real tokens. `heads` is (h, p), `groups` is
-        (g, n).
+        All that a segment without a scan needs, as one call of kernels: `raw` (b, t, channels) in front of the
+        convolution with `weight` (channels, K) -> (b, t, ...). A row's real tokens come first; anything may stand
+        behind them. See [`Recurrence.decode_triton`].
         """
-        self._reserve_conv(xBC, weight.shape[1])
-        self._reserve_state(xBC, heads, groups, A)
-        positions, buffers = self._kernel_positions(segment, xBC.device), self.inputs.tensors()
-        xBC = xBC.to(self.conv_inputs.dtype)  # that of the first forward; autocast may give another one later
-        conv = self.conv_inputs, weight, bias
-        return mamba2.decode_triton(
-            positions, xBC, dt, *conv, buffers, A, D, self.checkpoint, activation=activation, **dt_rule
+        self._reserve_conv(raw, weight.shape[1])
+        self._reserve_state(raw)
+        positions = self._kernel_positions(segment, raw.device)
+        raw = raw.to(self.conv_inputs.dtype)  # that of the first forward; autocast may give another one later
+        convolution = raw, self.conv_inputs, weight, bias
+        return self.recurrence.decode_triton(
+            positions, convolution, self.inputs.tensors(), self.constants, self.checkpoint, *operands, **options
         )
 
-    def step(
-        self,
-        x: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        D: torch.Tensor,
-        segment: Segment,
-        **dt_rule: torch.Tensor | float,
+    def convolve_triton(
+        self, segment: Segment, raw: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
     ) -> torch.Tensor:
-        """[`decode`] behind `convolve`: x (b, t, h, p), B and C (b, t, g, n), raw dt -> (b, t, h, p)."""
-        self._reserve_state(x, x.shape[2:], B.shape[2:], A)
-        positions, buffers = self._kernel_positions(segment, x.device), self.inputs.tensors()
-        x, B, C = (tensor.to(self.inputs.x.dtype) for tensor in (x, B, C))  # see `decode`
-        return mamba2.step_triton(positions, x, B, C, dt, buffers, A, D, self.checkpoint, **dt_rule)
+        """[`convolve`] of a segment without a scan, by the kernel."""
+        self._reserve_conv(raw, weight.shape[1])
+        positions = self._kernel_positions(segment, raw.device)
+        ring = self.conv_inputs  # of the dtype of the first forward; see `decode`
+        return causal_conv.causal_conv_triton(positions, raw.to(ring.dtype), ring, weight, bias, activation)
+
+    def step(self, segment: Segment, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
+        """[`decode`] behind `convolve`. See [`Recurrence.step_triton`]."""
+        self._reserve_state(operands[0])
+        positions = self._kernel_positions(segment, operands[0].device)
+        return self.recurrence.step_triton(
+            positions, self.inputs.tensors(), self.constants, self.checkpoint, *operands, **options
+        )
 
     def convolve(
         self,
@@ -233,75 +279,42 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self._record_conv(inputs, segment)
         return out
 
-    def replay(
-        self,
-        x: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        D: torch.Tensor,
-        segment: Segment,
-    ) -> torch.Tensor:
-        """[`step`] as PyTorch ops: append, output and flush; dt is final. Returns (b, t, h, p)."""
-        self.append(x, B, dt, A, segment)
-        first, start, end = segment.behind_fold
-        inputs, device = self.inputs.in_order(first, end.max), x.device
-        if segment.num_tokens == 1 and segment.fold_last is not None and segment.fold_last.same is not None:
-            # All rows flush at this token: its state is needed anyway, and gives the output as well.
-            state = mamba2.fold(*inputs, A, self.checkpoint, end.on(device))
-            self.flush_to(state, segment)
-            return mamba2.read_out(C, x, D, state)
-        operands = (C, *inputs, A, D, self.checkpoint)
-        if segment.order is None and start.same is not None:
-            y = mamba2.replay(*operands, start.same, end.same)
-        else:
-            # (Counts on the device are not read: the ops would go through all slots.)
-            inputs = tuple(tensor[:, :, : max(end.max, 1)] for tensor in inputs)
-            operands = (C, *inputs, A, D, self.checkpoint)
-            y = mamba2.replay(*operands, start.tensor(device), end.tensor(device))
-        self.flush(segment)
-        return y
-
-    def append(self, x: torch.Tensor, B: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, segment: Segment) -> None:
-        """Folds what the segment says must go first, and buffers its tokens: x (b, t, h, p), B (b, t, g, n), dt."""
-        self._reserve_state(x, x.shape[2:], B.shape[2:], A)
+    def replay(self, segment: Segment, *operands: torch.Tensor) -> torch.Tensor:
+        """[`step`] as PyTorch ops: folds what must go first, appends, reads out, flushes. See [`Recurrence.replay`]."""
+        self._reserve_state(operands[0])
         if segment.fold_first is not None:
             self._write_checkpoint(self._fold(segment.first, segment.fold_first), segment.fold_first)
-        self.inputs.write((x, B, dt), segment)
-
-    def flush(self, segment: Segment) -> None:
-        """Folds everything, if this segment is the one that fills the buffer."""
-        if segment.fold_last is not None:
-            self._write_checkpoint(self._fold(segment.first, segment.fold_last), segment.fold_last)
+        y, state = self.recurrence.replay(LayerWindow(self, segment), self.constants, *operands)
+        if segment.fold_last is not None:  # this segment is the one that fills the buffer
+            self.flush_to(self._fold(segment.first, segment.fold_last) if state is None else state, segment)
+        return y
 
     def flush_to(self, state: torch.Tensor, segment: Segment) -> None:
-        """The same where the caller has the state after the segment at hand."""
+        """Writes the state after the segment."""
         self._write_checkpoint(state, segment.fold_last)
 
-    def state_before_scan(
-        self, x: torch.Tensor, B: torch.Tensor, A: torch.Tensor, segment: Segment
-    ) -> torch.Tensor | None:
-        """The whole state that a scan starts from (b, h, p, n), float32; None when no row has seen a token."""
-        self._reserve_state(x, x.shape[2:], B.shape[2:], A)
+    def state_before_scan(self, activations: torch.Tensor, segment: Segment) -> torch.Tensor | None:
+        """The whole state that a scan of `activations` (b, t, ...) starts from; None when no row has seen a token."""
+        self._reserve_state(activations)
         if not segment.seen:
             return None
-        if self.uses_kernels(x):
-            positions = self._kernel_positions(segment, x.device)
-            return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
+        if self.uses_kernels(activations):
+            return self._fold_triton(self._kernel_positions(segment, activations.device))
         return self._fold(segment.first, segment.start)
 
     # The state.
 
     def whole_state(self) -> torch.Tensor | None:
-        """The state after all tokens, pending ones included: (b, h, p, n), float32. None before the first forward."""
+        """
+        The state after all tokens, pending ones included, as upstream lays it out (of Mamba-2 (b, h, p, n)), float32.
+        None before the first forward.
+        """
         if self.checkpoint is None:
             return None
         first, held = Rows(self.cache.positions.first), Rows(self.cache.positions.held)
-        if self.uses_kernels(self.inputs.x):
-            positions = fold_positions(first, held, self.checkpoint.device)
-            return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
-        return self._fold(first, held).clone()
+        if self.uses_kernels(self.inputs.tensors()[0]):
+            return self.recurrence.as_upstream(self._fold_triton(fold_positions(first, held, self.checkpoint.device)))
+        return self.recurrence.as_upstream(self._fold(first, held).clone())
 
     def newest_conv_inputs(self) -> torch.Tensor | None:
         """The newest `kernel` raw inputs as upstream lays them out: (b, conv_dim, kernel), zeros before the start."""
@@ -316,7 +329,10 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         inputs = self.inputs.in_order(first, count.max)
         if count.same is None:
             inputs = tuple(tensor[:, :, : max(count.max, 1)] for tensor in inputs)
-        return mamba2.fold(*inputs, self.A, self.checkpoint, count.on(self.checkpoint.device))
+        return self.recurrence.fold(inputs, self.constants, self.checkpoint, count.on(self.checkpoint.device))
+
+    def _fold_triton(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.recurrence.fold_triton(positions, self.inputs.tensors(), self.constants, self.checkpoint)
 
     def _write_checkpoint(self, state: torch.Tensor, count: Rows) -> None:
         """The rows for which `count` is not zero take their new `state`. (Kernels write the checkpoint themselves.)"""
@@ -328,29 +344,24 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
 
     # Memory.
 
-    def _reserve_state(
-        self, activations: torch.Tensor, heads: tuple[int, int], groups: tuple[int, int], A: torch.Tensor
-    ) -> None:
-        """Allocates for the batch, device and dtype of `activations`; `heads` is (h, p), `groups` is (g, n)."""
-        forward, config = self.cache.forward_in_progress, self.cache.replay_config
+    def _reserve_state(self, activations: torch.Tensor) -> None:
+        """Allocates for the batch, device and dtype of `activations`."""
+        forward = self.cache.forward_in_progress
         forward.touched = True
-        self.A = A.detach()
         if self.checkpoint is not None and self.inputs.capacity >= forward.capacity:
             return
         with torch.inference_mode(False):  # plain tensors, so that the cache can go on outside of inference mode
             if self.checkpoint is not None:
                 self.inputs = self.inputs.grown(forward.capacity, Rows(self.cache.positions.first))
                 return
-            (h, p), (g, n) = heads, groups
-            batch, slots = activations.shape[0], forward.capacity
-            self.device, self.dtype = device, dtype = activations.device, activations.dtype
-            self.checkpoint = torch.zeros((batch, h, p, n), dtype=config.checkpoint_dtype, device=device)
-            # The kernels take these as they are: contiguous, which a selection of rows keeps.
-            self.inputs = InputBuffer(
-                torch.zeros((batch, h, slots, p), dtype=dtype, device=device),
-                torch.zeros((batch, g, slots, n), dtype=dtype, device=device),
-                torch.zeros((batch, h, slots), dtype=A.dtype, device=device),
-            )
+            self._allocate_state(activations.shape[0], forward.capacity, activations.dtype, activations.device)
+
+    def _allocate_state(self, batch: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`dtype` is that of the activations. (Kernels take the tensors as they are: contiguous, as rows kept are.)"""
+        self.device, self.dtype = device, dtype
+        shape, checkpoint_dtype = (batch, *self.recurrence.state_shape), self.cache.replay_config.checkpoint_dtype
+        self.checkpoint = torch.zeros(shape, dtype=checkpoint_dtype, device=device)
+        self.inputs = InputBuffer(self.recurrence.new_inputs(batch, slots, dtype, device))
 
     @torch.inference_mode(False)
     def _reserve_conv(self, inputs: torch.Tensor, kernel: int) -> None:
@@ -473,7 +484,7 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
 
 
 class _AttentionToo(ReplayLayer):
-    """A layer with both a Mamba-2 state and attention keys and values (Zamba2, Falcon-H1)."""
+    """A layer with both a recurrent state and attention keys and values (Zamba, Zamba2, Falcon-H1)."""
 
     attention: type[DynamicLayer]
 

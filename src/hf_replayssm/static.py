@@ -21,17 +21,17 @@ of a decode pays for all layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
+from transformers.cache_utils import get_layer_types_and_kwargs
 
 from .cache import RIGHT_PADDING, ReplayCache, ReplayStats
 from .config import ReplayConfig
-from .layers import CropError, InputBuffer, OwnedLayer, ReplayLayer
-from .ops import backend, mamba2
+from .layers import CropError, ReplayLayer
+from .static_layers import STATIC_LAYER_TYPES, StaticAttentionLayer, StaticReplayLayer, write_rows
+from .static_positions import StaticForward, StaticSegment
 
 
 SLOTS_MULTIPLE = 8  # attention kernels copy a mask whose rows are not aligned to this
@@ -40,415 +40,6 @@ SLOTS_MULTIPLE = 8  # attention kernels copy a mask whose rows are not aligned t
 class CacheFullError(ValueError, IndexError):
     """More tokens than `max_cache_len`. (Upstream's static cache raises the second of the bases.)"""
 
-
-# One forward.
-
-
-@dataclass
-class StaticSegment:
-    """
-    [`Segment`] on the device: some consecutive columns of a forward, and what a recurrent layer does with them. All
-    tensors are int64 and describe the rows before the segment.
-    """
-
-    columns: slice
-    scan: bool
-    num_tokens: int
-    seen: torch.Tensor  # (b,)
-    base: torch.Tensor  # (phases, b)
-    counts: torch.Tensor  # (b,) real new tokens
-    after: torch.Tensor  # (phases, b): `base` after the segment
-    due: torch.Tensor | None  # (phases, b) bool: which rows write their checkpoint; None for a scan, all
-    capacity: int
-    real: torch.Tensor | None  # (b, t) bool: which columns are tokens; None when all are
-    _on: dict[Any, Any] = field(default_factory=dict)
-
-    def to(self, device: torch.device) -> StaticSegment:
-        """The same with tensors on `device`: layers may be spread over several."""
-        if device == self.seen.device:
-            return self
-        if device not in self._on:
-            move = lambda tensor: None if tensor is None else tensor.to(device)  # noqa: E731
-            self._on[device] = StaticSegment(
-                self.columns,
-                self.scan,
-                self.num_tokens,
-                move(self.seen),
-                move(self.base),
-                move(self.counts),
-                move(self.after),
-                None,
-                self.capacity,
-                move(self.real),
-            )
-        return self._on[device]
-
-    def kernel_positions(self) -> torch.Tensor:
-        """(phases, 5, b) int32: [`Segment.kernel_positions`] of each phase."""
-        if "kernel" not in self._on:
-            held = self.seen - self.base
-            fold = held if self.scan else self.after - self.base
-            seen, counts = self.seen.expand_as(held), self.counts.expand_as(held)
-            positions = torch.stack([seen, self.base % self.capacity, held, counts, fold], dim=1)
-            self._on["kernel"] = positions.to(torch.int32)
-        return self._on["kernel"]
-
-    def _order(self) -> torch.Tensor:
-        if "order" not in self._on:
-            self._on["order"] = (~self.real).long().argsort(dim=1, stable=True)
-        return self._on["order"]
-
-    def _in_front(self) -> torch.Tensor:
-        """(b, t) bool: which tokens are real once they are in front."""
-        return torch.arange(self.num_tokens, device=self.counts.device) < self.counts[:, None]
-
-    def real_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Gathers (b, t, c) so that real tokens come first; masked ones become zero (a product would keep a NaN)."""
-        if self.real is None:
-            return tensor
-        here = self.to(tensor.device)
-        gathered = tensor.gather(1, here._order()[..., None].expand(-1, -1, tensor.shape[-1]))
-        return torch.where(here._in_front()[..., None], gathered, gathered.new_zeros(()))
-
-    def original_order(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The inverse of [`real_first`] for outputs (b, t, ...): zeros at masked columns."""
-        if self.real is None:
-            return tensor
-        here = self.to(tensor.device)
-        shape = (*here.real.shape, *[1] * (tensor.dim() - 2))
-        tensor = torch.where(here._in_front().view(shape), tensor, tensor.new_zeros(()))
-        return tensor.gather(1, here._order().argsort(1).view(shape).expand_as(tensor))
-
-    def new_tokens(self, index: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """
-        The numbers (b, t) in the sequence of the new tokens, real ones first, and which of them are real (None: all).
-        `index` (b, i): of these new tokens instead; those at a negative index do not exist.
-        """
-        if index is None:
-            index = torch.arange(self.num_tokens, device=self.seen.device)
-            valid = None if self.real is None else self._in_front()
-        else:
-            valid = (index >= 0) & (index < self.counts[:, None])
-        return self.seen[:, None] + index, valid
-
-
-@dataclass
-class StaticForward:
-    """One forward through the model: its segments, and the tensors that hold once it has ended."""
-
-    num_tokens: int
-    segments: list[StaticSegment]
-    fresh: bool  # no token has been seen before
-    numbers: torch.Tensor  # (b, t): the number of each column's token; a masked column has that of the one before it
-    real: torch.Tensor | None  # (b, t) bool
-    aligned_right: bool = False  # see `StaticAttentionLayer.update`
-    touched: bool = False  # a layer has begun to change
-    _on: dict[Any, Any] = field(default_factory=dict)
-
-    @property
-    def numbers_from_0(self) -> torch.Tensor:
-        """`numbers`, where columns before the first token have that of the first."""
-        return self.numbers if self.real is None else self.numbers.clamp(min=0)
-
-    def key_slots(self, front: int, device: torch.device) -> torch.Tensor:
-        """(b, t): where keys and values of the new columns go, behind `front` slots of which masked ones take one."""
-        if device not in self._on:
-            slots = self.numbers + front
-            slots = slots if self.real is None else torch.where(self.real, slots, 0)
-            self._on[device] = slots.to(device)
-        return self._on[device]
-
-
-# Layers.
-
-
-def write_rows(
-    buffer: torch.Tensor, slots: torch.Tensor, values: torch.Tensor, valid: torch.Tensor | None = None, dim: int = 1
-) -> None:
-    """
-    Writes `values` (b, i, ...) to the slots (b, i) of `buffer`, whose slots are its dimension `dim`: (b, s, ...) or
-    (b, ..., s, ...). Where `valid` (b, i) is False, what is there stays. No slot comes twice in a row, but for the one
-    of masked keys, in which it does not matter what is left.
-    """
-    row = torch.arange(buffer.shape[0], device=buffer.device)[:, None]
-    index = [row, slots] if dim == 1 else [row, None, slots]
-    values = values.to(buffer.dtype)
-    if valid is not None:
-        shape = (*valid.shape, *[1] * (values.dim() - 2))
-        values = torch.where(valid.view(shape), values, torch.ops.aten.index(buffer, index))
-    # On the buffer itself, not on a view of it: a compiler writes in place then.
-    torch.ops.aten.index_put_(buffer, index, values)
-
-
-class StaticReplayLayer(ReplayLayer):
-    """[`ReplayLayer`] at fixed addresses; `phase` says which row of the cache's positions is its own."""
-
-    is_compileable = True
-    phase: int
-
-    def release(self) -> None:
-        super().release()
-        self.kernels = False
-
-    def allocate(self, batch: int, geometry: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Tensors for `batch` rows; `geometry` is (heads, head_dim, state, groups, conv kernel)."""
-        h, p, n, g, kernel = geometry
-        config = self.cache.replay_config
-        sums = torch.promote_types(dtype, torch.float32)
-        new = lambda *shape, dtype: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
-        self.device, self.dtype = device, dtype
-        self.kernels = backend.resolve(config.backend, device, (dtype, config.checkpoint_dtype)) == "triton"
-        self.A = new(h, dtype=sums)
-        self.checkpoint = new(batch, h, p, n, dtype=config.checkpoint_dtype)
-        slots = self.cache.capacity
-        self.inputs = InputBuffer(
-            new(batch, h, slots, p, dtype=dtype), new(batch, g, slots, n, dtype=dtype), new(batch, h, slots, dtype=sums)
-        )
-        self.conv_kernel_size = {0: kernel}
-        self.conv_inputs = new(batch, self.cache.ring(kernel), h * p + 2 * g * n, dtype=dtype)
-
-    def static_tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            "checkpoint": self.checkpoint,
-            "x": self.inputs.x,
-            "B": self.inputs.B,
-            "dt": self.inputs.dt,
-            "conv_inputs": self.conv_inputs,
-        }
-
-    def set_static_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.checkpoint, self.conv_inputs = tensors["checkpoint"], tensors["conv_inputs"]
-        self.inputs = InputBuffer(tensors["x"], tensors["B"], tensors["dt"])
-
-    # What the mixer calls.
-
-    def uses_kernels(self, activations: torch.Tensor) -> bool:
-        return self.kernels
-
-    def decay_rates(self, A_log: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        # They are computed where a sequence begins or a prompt goes on, and read from then on: a step has a launch
-        # or two less, and what reads the state later finds them at an address that no graph reuses.
-        forward = self.cache.forward_in_progress
-        if forward.fresh or forward.segments[0].scan:
-            self.A.copy_(super().decay_rates(A_log.detach(), self.A.dtype))
-        return self.A
-
-    def _kernel_positions(self, segment: StaticSegment, device: torch.device) -> torch.Tensor:
-        return segment.to(device).kernel_positions()[self.phase]
-
-    def _reserve_conv(self, inputs: torch.Tensor, kernel: int) -> None:
-        self.cache.forward_in_progress.touched = True
-
-    def _reserve_state(self, activations: torch.Tensor, heads, groups, A: torch.Tensor) -> None:
-        self.cache.forward_in_progress.touched = True
-
-    def _conv_history(self, segment: StaticSegment, kernel: int, dtype: torch.dtype) -> torch.Tensor:
-        seen = segment.to(self.conv_inputs.device).seen
-        return self.newest_of_ring(seen, kernel - 1).to(dtype)
-
-    def newest_of_ring(self, seen: torch.Tensor, count: int) -> torch.Tensor:
-        token = seen[:, None] - count + torch.arange(count, device=seen.device)
-        return self._ring_read(token % self.conv_inputs.shape[1], token >= 0)
-
-    def _record_conv(self, inputs: torch.Tensor, segment: StaticSegment) -> None:
-        ring = self.conv_inputs.shape[1]
-        segment = segment.to(self.conv_inputs.device)
-        index = None
-        if segment.num_tokens > ring:  # only each row's newest `ring`, which have a slot each
-            index = segment.counts[:, None] - ring + torch.arange(ring, device=inputs.device)
-            inputs = inputs.gather(1, index.clamp(min=0)[..., None].expand(-1, -1, inputs.shape[2]))
-        tokens, valid = segment.new_tokens(index)
-        write_rows(self.conv_inputs, tokens % ring, inputs, valid)
-
-    def replay(
-        self,
-        x: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        D: torch.Tensor,
-        segment: StaticSegment,
-    ) -> torch.Tensor:
-        segment = segment.to(x.device)
-        base, after = segment.base[self.phase], segment.after[self.phase]
-        tokens, valid = segment.new_tokens()
-        for buffer, values in zip(self.inputs.tensors(), (x, B, dt)):
-            write_rows(buffer, tokens % segment.capacity, values, valid, dim=2)
-        inputs = self.in_order(base)
-        start = segment.seen - base
-        y = mamba2.replay(C, *inputs, A, D, self.checkpoint, start, start + segment.counts)
-        # (Whether any row flushes is not known here; the state is computed for all of them.)
-        state = mamba2.fold(*inputs, A, self.checkpoint, after - base).to(self.checkpoint.dtype)
-        self.checkpoint.copy_(torch.where((after > base)[:, None, None, None], state, self.checkpoint))
-        return y
-
-    def in_order(self, base: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """x, B and dt with the slots of each row from its token number `base` (b,) on as slots 0, 1, ..."""
-        capacity = self.inputs.capacity
-        slots = (base[:, None] + torch.arange(capacity, device=base.device)) % capacity
-        row = torch.arange(len(slots), device=base.device)[:, None]
-        return tuple(tensor.transpose(1, 2)[row, slots].transpose(1, 2) for tensor in self.inputs.tensors())
-
-    def state_before_scan(
-        self, x: torch.Tensor, B: torch.Tensor, A: torch.Tensor, segment: StaticSegment
-    ) -> torch.Tensor | None:
-        if self.cache.forward_in_progress.fresh:
-            return None
-        if self.kernels:
-            positions = self._kernel_positions(segment, x.device)
-            return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
-        segment = segment.to(x.device)
-        return self._whole_state(segment.seen, segment.base[self.phase])
-
-    def flush_to(self, state: torch.Tensor, segment: StaticSegment) -> None:
-        self.checkpoint.copy_(state)
-
-    # The state, for readers.
-
-    def _whole_state(self, seen: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return mamba2.fold(*self.in_order(base), self.A, self.checkpoint, seen - base)
-
-    def whole_state(self) -> torch.Tensor | None:
-        if self.checkpoint is None:
-            return None
-        seen, base = (tensor.to(self.device) for tensor in (self.cache.seen, self.cache.base[self.phase]))
-        if not self.kernels:
-            return self._whole_state(seen, base).clone()
-        held, zeros = seen - base, torch.zeros_like(seen)
-        positions = torch.stack([seen, base % self.inputs.capacity, held, zeros, held]).to(torch.int32)
-        return mamba2.fold_triton(positions, self.inputs.tensors(), self.A, self.checkpoint)
-
-    def newest_conv_inputs(self) -> torch.Tensor | None:
-        if self.conv_inputs is None:
-            return None
-        seen = self.cache.seen.to(self.device)
-        return self.newest_of_ring(seen, self.conv_kernel_size[0]).transpose(1, 2)
-
-    @property
-    def has_previous_state(self) -> dict[int, bool]:
-        return {0: self.cache is not None and not self.cache.is_fresh}
-
-    def reset(self) -> None:
-        raise ValueError("The layers of a static replay cache are reset together: call `reset` on the cache.")
-
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        raise ValueError("Rows of a static replay cache move in all layers: call `reorder_cache` on the cache.")
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class StaticAttentionLayer(OwnedLayer, CacheLayerMixin):
-    """
-    Keys and values (batch, heads, slots, head_dim) of full attention. Token m of a row is in slot `front` + m: padding
-    takes no slot, and rows may have lengths of their own. Masked columns are written to slot 0, which nothing reads.
-
-    The unused slots are in front so that a token beyond the last slot raises, as an index out of range.
-    """
-
-    is_compileable = True
-    is_croppable = True
-    is_sliding = False
-
-    def __init__(self, max_cache_len: int, **kwargs):
-        CacheLayerMixin.__init__(self)
-        self.max_cache_len = max_cache_len
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        slots = self.cache.key_slots
-        self.keys, self.values = (
-            states.new_zeros((*states.shape[:2], slots, states.shape[-1])) for states in (key_states, value_states)
-        )
-        self.is_initialized = True
-        self.cache.mark_static()
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """
-        Writes the new (b, heads, t, head_dim) and returns what attention looks at: the new ones alone where there are
-        no others, else all slots, of which the model's mask hides those that hold nothing.
-        """
-        forward = self.cache.forward_in_progress
-        forward.touched = True
-        if not self.is_initialized:
-            with torch.inference_mode(False):
-                self.lazy_initialization(key_states, value_states)
-        front = self.cache.front_slots
-        slots = forward.key_slots(front, self.keys.device)
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
-            write_rows(buffer, slots, states.transpose(1, 2), dim=2)
-        if forward.fresh:
-            return key_states, value_states
-        if forward.aligned_right:
-            return self._aligned_right(forward)
-        return self.keys, self.values
-
-    def _aligned_right(self, forward: StaticForward) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies in which every row ends in the last slot: FlashAttention takes several new tokens only there."""
-        slots = self.keys.shape[2]
-        end = (self.cache.front_slots + 1 + forward.numbers[:, -1:]).to(self.keys.device)
-        source = (torch.arange(slots, device=self.keys.device) + end - slots).clamp(min=0)
-        row = torch.arange(len(source), device=source.device)[:, None]
-        return tuple(states.transpose(1, 2)[row, source].transpose(1, 2) for states in (self.keys, self.values))
-
-    def static_tensors(self) -> dict[str, torch.Tensor]:
-        return {} if self.keys is None else {"keys": self.keys, "values": self.values}
-
-    def set_static_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        if self.keys is not None:
-            self.keys, self.values = tensors["keys"], tensors["values"]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.max_cache_len, 0
-
-    def get_seq_length(self) -> int | torch.Tensor:
-        return self.cache.get_seq_length()
-
-    def get_max_length(self) -> int:
-        return self.max_cache_len
-
-    def crop(self, tokens_to_remove: int) -> None:
-        raise CropError("The layers of a static replay cache are cropped together: call `crop` on the cache.")
-
-    reset = StaticReplayLayer.reset
-    reorder_cache = StaticReplayLayer.reorder_cache
-    offload = ReplayLayer.offload
-    prefetch = offload
-
-
-class StaticReplayAndAttentionLayer(StaticReplayLayer, StaticAttentionLayer):
-    """A layer with both a Mamba-2 state and attention keys and values (Zamba2, Falcon-H1)."""
-
-    def __init__(self, max_cache_len: int, **kwargs):
-        StaticAttentionLayer.__init__(self, max_cache_len)
-        StaticReplayLayer.__init__(self, **kwargs)
-
-    # Attention calls this one; the recurrent part allocates through `allocate`.
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        StaticAttentionLayer.lazy_initialization(self, key_states, value_states)
-
-    def get_max_length(self) -> int:
-        return self.max_cache_len
-
-    def static_tensors(self) -> dict[str, torch.Tensor]:
-        return StaticReplayLayer.static_tensors(self) | StaticAttentionLayer.static_tensors(self)
-
-    def set_static_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
-        StaticReplayLayer.set_static_tensors(self, tensors)
-        StaticAttentionLayer.set_static_tensors(self, tensors)
-
-
-STATIC_LAYER_TYPES: dict[str, type] = {
-    "linear_attention": StaticReplayLayer,
-    "full_attention": StaticAttentionLayer,
-    "hybrid": StaticReplayAndAttentionLayer,
-    "dummy": DummyLayer,
-}
-
-
-# The cache.
 
 # Where rows stand and what was counted, all (..., batch) int64 but for `recent` (batch, max_window) bool, which of the
 # newest columns are tokens.
@@ -512,10 +103,8 @@ class StaticReplayCache(ReplayCache):
                 f"The static replay cache has no layers of type {', '.join(map(repr, unknown))}: use "
                 "`cache_implementation='replayssm'`."
             )
-        return [
-            STATIC_LAYER_TYPES[name](max_cache_len=self.max_cache_len, **kwargs)
-            for name, kwargs in zip(layer_types, layer_kwargs)
-        ]
+        shared = {"max_cache_len": self.max_cache_len, "recurrence": self.signature.recurrence}
+        return [STATIC_LAYER_TYPES[name](**shared, **kwargs) for name, kwargs in zip(layer_types, layer_kwargs)]
 
     # Memory.
 
@@ -555,13 +144,12 @@ class StaticReplayCache(ReplayCache):
         if self._batch is not None:
             self._check_batch(batch_size)
             return
-        geometry = self.signature.geometry
         of_layer = lambda value, index: value[index] if isinstance(value, (list, dict)) else value  # noqa: E731
         self._lay_out()
         with torch.inference_mode(False):
             for index, layer in enumerate(self.layers):
                 if isinstance(layer, StaticReplayLayer):
-                    layer.allocate(batch_size, geometry, dtype, torch.device(of_layer(devices, index)))
+                    layer.allocate(batch_size, dtype, torch.device(of_layer(devices, index)))
             home = self.replay_layers[0].device
             rows = lambda *shape: torch.zeros((*shape, batch_size), dtype=torch.long, device=home)  # noqa: E731
             phases = len(self._phase_delays)
@@ -616,7 +204,7 @@ class StaticReplayCache(ReplayCache):
             return
         for _, tensor in self.static_tensors():
             torch._dynamo.mark_static_address(tensor)
-        for tensor in (self.phase_delays, *(layer.A for layer in self.replay_layers)):
+        for tensor in (self.phase_delays, *(constant for layer in self.replay_layers for constant in layer.constants)):
             torch._dynamo.mark_static_address(tensor)
         self.layout += 1
 
@@ -928,8 +516,8 @@ class StaticReplayCache(ReplayCache):
             for name, tensor in mine.items():
                 tensor.copy_(theirs[name])
             for layer, other in zip(self.replay_layers, snapshot.replay_layers):
-                if layer.A is not None:
-                    layer.A.copy_(other.A)
+                for constant, value in zip(layer.constants, other.constants):
+                    constant.copy_(value)
         for name in ("fresh", "_recording", "interrupted", "resume_at", "drafts_begin", "_max_window"):
             setattr(self, name, getattr(snapshot, name))
         self._crops = snapshot._crops

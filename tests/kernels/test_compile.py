@@ -28,7 +28,7 @@ LEAST_SHARED_MEMORY = 64 * 1024  # of a block, on any of them
 KERNELS = {
     mamba2: ("_append_kernel", "_step_kernel", "_fused_kernel", "_window_kernel", "_fold_kernel"),
     _conv: ("_causal_conv_kernel",),
-    _norm: ("_gated_rms_norm_kernel",),
+    _norm: ("_rms_norm_kernel",),
 }
 POINTERS = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int32: "*i32"}
 
@@ -126,7 +126,7 @@ def test_a_convolution_compiles(compiled):
     assert [name for name, _ in compiled] == ["_causal_conv_kernel"]
 
 
-def test_a_gated_norm_compiles(compiled):
+def test_a_norm_compiles(compiled):
     """
     float32 from a recurrence or as wide as the gate, the result as the projection wants it; groups that are no power of
     2, and one that is read twice.
@@ -142,6 +142,9 @@ def test_a_gated_norm_compiles(compiled):
     for columns, group, dtype, weight_dtype, options in calls:
         y, weight = torch.zeros(2, 1, columns, dtype=dtype), torch.zeros(columns, dtype=weight_dtype)
         gate = torch.zeros(2, 1, columns + 8, dtype=BF16)[..., :columns]
-        kernels.gated_rms_norm(y, gate, weight, 1e-5, group, **options)
-    assert [name for name, _ in compiled] == ["_gated_rms_norm_kernel"] * len(calls)
+        kernels.rms_norm(y, gate, weight, 1e-5, group, **options)
+    for weight_in_float32 in (False, True):
+        hidden, weight = torch.zeros(2, 1, 4096, dtype=BF16), torch.zeros(4096, dtype=BF16)
+        kernels.rms_norm(hidden, None, weight, 1e-5, weight_in_float32=weight_in_float32)
+    assert [name for name, _ in compiled] == ["_rms_norm_kernel"] * (len(calls) + 2)
     assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY

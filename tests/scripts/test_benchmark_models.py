@@ -16,7 +16,8 @@ from tiny_models import tiny_model
 from transformers import AutoModelForCausalLM, StaticCache
 
 import hf_replayssm
-from hf_replayssm import layers, speculative
+from hf_replayssm import layers
+from hf_replayssm.speculative import acceptance
 
 
 @functools.cache
@@ -187,7 +188,7 @@ def options(*arguments: str):
 
 
 def test_wrong_tokens_get_no_speed(monkeypatch):
-    monkeypatch.setattr(speculative, "_run_length", lambda accept, available: available)  # every draft is taken
+    monkeypatch.setattr(acceptance, "_run_length", lambda accept, available: available)  # every draft is taken
     row = benchmark_speculative.Decoding(tiny(), 1, False, options()).measure("even")
     assert "tokens differ" in row["wrong"] and "ratio" not in row
 

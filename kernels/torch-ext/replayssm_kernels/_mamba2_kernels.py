@@ -282,7 +282,11 @@ def _add_inputs(y, elapsed, place, end, x, dt, scores, A, D):
     """
     weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + elapsed), 0.0)) * scores
     weight += tl.where(place == end - 1, D, 0.0)
-    return y + tl.sum(weight[:, None] * x.to(tl.float32), axis=0), elapsed + tl.sum(dt, axis=0)
+    x = x.to(tl.float32)
+    # Not a bare product, which a compiler may join with the first sum over lanes: each lane would then round its own of
+    # the two products, and they store what they have in no certain order.
+    weighted = tl.fma(tl.broadcast_to(weight[:, None], x.shape), x, tl.zeros_like(x))
+    return y + tl.sum(weighted, axis=0), elapsed + tl.sum(dt, axis=0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The gated RMS norm behind a recurrence, in one launch: a row's group is read once and nothing lies in between."""
+"""RMS norms, gated as behind a recurrence or plain as between layers, in one launch: a row's group is read once."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ WIDEST = 16384  # columns that a program holds in registers; a wider group is re
 
 
 @triton.jit
-def _gated(y_ptr, gate_ptr, column, ok, NORM_BEFORE_GATE: tl.constexpr):
-    """What is normalised and silu(gate), float32; zeros where not `ok`."""
+def _operands(y_ptr, gate_ptr, column, ok, GATED: tl.constexpr, NORM_BEFORE_GATE: tl.constexpr):
+    """What is normalised and silu(gate), float32, zeros where not `ok`. Without a gate: y twice."""
     y = tl.load(y_ptr + column, mask=ok, other=0.0).to(tl.float32)
-    gate = silu(tl.load(gate_ptr + column, mask=ok, other=0.0).to(tl.float32))
-    if not NORM_BEFORE_GATE:
-        y = y * gate
+    gate = y
+    if GATED:
+        gate = silu(tl.load(gate_ptr + column, mask=ok, other=0.0).to(tl.float32))
+        if not NORM_BEFORE_GATE:
+            y = y * gate
     return y, gate
 
 
@@ -44,9 +46,9 @@ def _store(
 
 
 @triton.jit
-def _gated_rms_norm_kernel(
+def _rms_norm_kernel(
     y_ptr,  # (rows, GROUPS * GROUP)
-    gate_ptr,  # likewise, rows `gate_stride` apart
+    gate_ptr,  # likewise, rows `gate_stride` apart; not read unless GATED
     weight_ptr,  # (GROUPS * GROUP,)
     out_ptr,  # like y, contiguous
     y_stride,
@@ -54,6 +56,7 @@ def _gated_rms_norm_kernel(
     eps,
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
+    GATED: tl.constexpr,
     NORM_BEFORE_GATE: tl.constexpr,
     WEIGHT_IN_FLOAT32: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -69,25 +72,25 @@ def _gated_rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     if GROUP <= BLOCK:
         ok = column < GROUP
-        x, gate = _gated(y_ptr, gate_ptr, column, ok, NORM_BEFORE_GATE)
+        x, gate = _operands(y_ptr, gate_ptr, column, ok, GATED, NORM_BEFORE_GATE)
         scale = tl.rsqrt(tl.sum(x * x, 0) / GROUP + eps)
         _store(out_ptr, weight_ptr, x * scale, gate, column, ok, Y, NORM_BEFORE_GATE, WEIGHT_IN_FLOAT32)
     else:
         squares = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, GROUP, BLOCK):
             ok = first + column < GROUP
-            x, gate = _gated(y_ptr, gate_ptr, first + column, ok, NORM_BEFORE_GATE)
+            x, gate = _operands(y_ptr, gate_ptr, first + column, ok, GATED, NORM_BEFORE_GATE)
             squares += x * x
         scale = tl.rsqrt(tl.sum(squares, 0) / GROUP + eps)
         for first in range(0, GROUP, BLOCK):
             ok = first + column < GROUP
-            x, gate = _gated(y_ptr, gate_ptr, first + column, ok, NORM_BEFORE_GATE)
+            x, gate = _operands(y_ptr, gate_ptr, first + column, ok, GATED, NORM_BEFORE_GATE)
             _store(out_ptr, weight_ptr, x * scale, gate, first + column, ok, Y, NORM_BEFORE_GATE, WEIGHT_IN_FLOAT32)
 
 
-def gated_rms_norm(
+def rms_norm(
     y: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     group_size: int | None = None,
@@ -97,8 +100,8 @@ def gated_rms_norm(
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     """
-    The RMS norm of y * silu(gate) in groups of neighbouring columns, times a weight. All of it is float32, and rounded
-    where the modules of transformers round:
+    The RMS norm of y * silu(gate), or without a gate (None) of y, in groups of neighbouring columns, times a weight.
+    All of it is float32, and rounded where the modules of transformers round:
 
         by default          x = y silu(gate);  n = x / sqrt(mean(x^2) + eps), rounded as y is;  out = weight n
         weight_in_float32   x = y silu(gate);  n = x / sqrt(mean(x^2) + eps);  out = weight n, rounded as y is
@@ -118,11 +121,14 @@ def gated_rms_norm(
     if y.dim() == 0:
         raise ValueError("y has no dimension to normalise: give it one.")
     check("y", y, tuple(y.shape), y)
-    check("gate", gate, tuple(y.shape), y)
+    if gate is not None:
+        check("gate", gate, tuple(y.shape), y)
     check("weight", weight, tuple(y.shape[-1:]), y)
     group_size = y.shape[-1] if group_size is None else group_size
     if y.shape[-1] and (group_size < 1 or y.shape[-1] % group_size):
         raise ValueError(f"{y.shape[-1]} columns are not groups of {group_size}: `group_size` must divide them.")
+    if norm_before_gate and gate is None:
+        raise ValueError("`norm_before_gate=True` needs a gate: pass one, or leave it out.")
     if norm_before_gate and not weight_in_float32:
         raise ValueError("`norm_before_gate=True` weights in float32: pass `weight_in_float32=True` with it.")
     if out_dtype not in (None, *DTYPES):
@@ -134,7 +140,7 @@ def gated_rms_norm(
 
 def _norm(
     y: torch.Tensor,
-    gate: torch.Tensor,
+    gate: torch.Tensor | None,
     weight: torch.Tensor,
     eps: float,
     group_size: int,
@@ -147,19 +153,20 @@ def _norm(
         return out
     columns = y.shape[-1]
     # One stride for all rows. (A view, if y and gate are the results of projections.)
-    y, gate = (rows_contiguous(tensor.reshape(-1, columns)) for tensor in (y, gate))
+    y = rows_contiguous(y.reshape(-1, columns))
+    gated, gate = gate is not None, y if gate is None else rows_contiguous(gate.reshape(-1, columns))
     groups = columns // group_size
     block = max(16, min(next_power_of_2(group_size), WIDEST))
     with on_device_of(y):
-        _gated_rms_norm_kernel[(y.shape[0] * groups,)](
-            y, gate, weight.contiguous(), out, y.stride(0), gate.stride(0), eps, groups, group_size, norm_before_gate,
-            weight_in_float32, block, num_warps=min(16, cdiv(block, 256)),
+        _rms_norm_kernel[(y.shape[0] * groups,)](
+            y, gate, weight.contiguous(), out, y.stride(0), gate.stride(0), eps, groups, group_size, gated,
+            norm_before_gate, weight_in_float32, block, num_warps=min(16, cdiv(block, 256)),
         )  # fmt: skip
     return out
 
 
 _norm_op = define(
-    "gated_rms_norm",
+    "rms_norm",
     _norm,
     mutates=(),
     fake=lambda y, *args: y.new_empty(y.shape, dtype=args[-1]),

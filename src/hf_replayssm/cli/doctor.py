@@ -125,16 +125,16 @@ def _model_report(model: str, config: Any) -> dict[str, Any]:
 
     decoder = config.get_text_config(decoder=True)
     report: dict[str, Any] = {"model": model, "model_type": config.model_type, "supported": False, "layers": []}
-    if config.model_type in FAMILIES:
+    if decoder.model_type in FAMILIES:
         report["supported"] = True
-        report["recurrence"] = FAMILIES[config.model_type].recurrence
+        report["recurrence"] = FAMILIES[decoder.model_type].recurrence
         report["layers"] = [
             {name: getattr(layer, name) for name in ("index", "layer_type", "cache_layer", "treatment")}
             for layer in describe_layers(config)
         ]
     else:
         has_state = "linear_attention" in (getattr(decoder, "layer_types", None) or [])
-        reason = "its recurrent layers are of another kind" if has_state else "it has no Mamba-2 layers"
+        reason = "its recurrent layers are of another kind" if has_state else "it has no recurrent layers"
         report["reason"] = (
             f"model type {config.model_type!r} is not supported ({reason}, or another class of model). Supported are "
             f"{', '.join(FAMILIES)}. It runs with transformers' own cache as before."
@@ -150,6 +150,7 @@ def _run_checks(out: Any, config: Any, device: Any) -> list[dict[str, Any]]:
 
     results = []
     out.print("\n[bold]Self-check[/bold] (tiny random models, float32)")
+    config = None if config is None else config.get_text_config(decoder=True)
     for family in [config.model_type] if config is not None else list(FAMILIES):
         for result in self_check(family, config=config, device=device):
             results.append(result.to_dict())

@@ -19,8 +19,10 @@ from ..families import Signature
 from ..layers import attention_part
 from ..ops import backend
 from ..positions import upload
-from ..static import StaticForward, StaticReplayCache
-from .mamba2 import ReplayMamba2Mixer
+from ..static import StaticReplayCache
+from ..static_positions import StaticForward
+from .mixer import ReplayMixer
+from .norms import norms_of_a_replay
 from .replaced import ReplacedClass
 
 
@@ -73,7 +75,12 @@ class ReplayBackbone(ReplacedClass):
                 self._fill_in_static(cache, arguments, inputs)
             else:
                 self._fill_in(cache, arguments, inputs, tokens, mask)
-            outputs = super().forward(**arguments)
+            setting = cache.replay_config.backend
+            if torch.compiler.is_compiling() or backend.resolve(setting, inputs.device) == "torch":
+                outputs = super().forward(**arguments)
+            else:
+                with norms_of_a_replay(setting):
+                    outputs = super().forward(**arguments)
             cache.end_forward()
         except BaseException:
             cache.abort_forward()
@@ -166,8 +173,8 @@ class ReplayBackbone(ReplacedClass):
             )
         devices = {}
         for module in self.modules():
-            if isinstance(module, ReplayMamba2Mixer):
-                device = module.A_log.device
+            if isinstance(module, ReplayMixer):
+                device = module.replay_device
                 devices[module.layer_idx] = inputs.device if device.type == "meta" else device
         cache.allocate(inputs.shape[0], activation_dtype(self), devices, key_shape)
 

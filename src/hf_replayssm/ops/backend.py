@@ -19,8 +19,11 @@ OPS = (
     "gated delta rule and KDA replay, window",
     "gated delta rule and KDA fold (flush)",
     "causal convolution",
-    "gated RMS norm",
+    "RMS norms of the layers and behind the recurrence",
     "mamba2 scan of a prefill, in windows, where mamba_ssm is not installed",
+    "mamba1 replay, one token or a window",
+    "mamba1 fold (flush)",
+    "mamba1 scan",
 )
 
 

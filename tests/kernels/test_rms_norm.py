@@ -1,5 +1,5 @@
 """
-The gated RMS norm against the modules of transformers that it stands for, and against float64. See `test_mamba2.py` for
+The RMS norms against the modules of transformers that it stands for, and against float64. See `test_mamba2.py` for
 how it is run.
 
 How close: a float32 result differs from upstream's by a few of its last bits (`CLOSE`). A 16-bit result is the same
@@ -18,11 +18,11 @@ from torch.nn import functional as F
 pytest.importorskip("triton")
 from cases import BF16, F16, F32, INTERPRETED, NAN, needs, on_gpu, poisoned_memory, run_in_interpreter, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.models.bamba.modeling_bamba import BambaRMSNormGated
+from transformers.models.bamba.modeling_bamba import BambaRMSNorm, BambaRMSNormGated
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import GraniteMoeHybridRMSNormGated
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
-from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNormGated
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHRMSNorm, NemotronHRMSNormGated
 from transformers.models.zamba2.modeling_zamba2 import Zamba2RMSNormGated
 
 import replayssm_kernels as kernels
@@ -43,6 +43,12 @@ VARIANTS = {cls.__name__: (cls, {}) for cls in GROUPED} | {
 }
 # Of one class with a forward like all others, and both of Falcon-H1.
 THREE = list(VARIANTS)[4:]
+PLAIN = {
+    "between layers": (BambaRMSNorm, {}),
+    "between layers, NemotronH": (NemotronHRMSNorm, {"weight_in_float32": True}),
+}
+VARIANTS |= PLAIN
+FIVE = [*THREE, *PLAIN]
 
 
 class Case:
@@ -50,9 +56,13 @@ class Case:
 
     def __init__(self, variant, device="cpu", columns=48, group=24, weight_dtype=F32, eps=1e-5, seed=0):
         cls, self.options = VARIANTS[variant]
+        self.gated = variant not in PLAIN
+        group = group if self.gated else columns
         self.device, self.columns, self.group, self.eps = device, columns, group, eps
         self.generator = torch.Generator().manual_seed(seed)
-        if cls is FalconH1RMSNormGated:
+        if not self.gated:
+            self.module = cls(columns, eps)
+        elif cls is FalconH1RMSNormGated:
             self.module = cls(columns, eps, columns // group, self.options.get("norm_before_gate", False))
         else:
             self.module = cls(columns, group, eps)
@@ -72,20 +82,24 @@ class Case:
     def kernel(self, y, gate, **options):
         before = y.clone(), gate.clone()
         with poisoned_memory():
-            out = kernels.gated_rms_norm(y, gate, self.module.weight, self.eps, self.group, **self.options, **options)
+            arguments = gate if self.gated else None, self.module.weight, self.eps, self.group
+            out = kernels.rms_norm(y, *arguments, **self.options, **options)
         assert same_bits(before[0], y) and same_bits(before[1], gate) and out.is_contiguous()
         return out
 
+    def upstream(self, y, gate):
+        return self.module(y, gate) if self.gated else self.module(y)
+
     def exact(self, y, gate):
         """Without a rounding, in float64."""
-        y, gate = y.double(), F.silu(gate.double())
+        y, gate = y.double(), F.silu(gate.double()) if self.gated else torch.ones_like(gate, dtype=torch.float64)
         first = self.options.get("norm_before_gate", False)
         x = (y if first else y * gate).unflatten(-1, (-1, self.group))
         x = (x / (x.square().mean(-1, keepdim=True) + self.eps).sqrt()).flatten(-2)
         return self.module.weight.double() * x * (gate if first else 1.0)
 
     def check(self, y, gate):
-        got, upstream, exact = self.kernel(y, gate), self.module(y, gate), self.exact(y, gate)
+        got, upstream, exact = self.kernel(y, gate), self.upstream(y, gate), self.exact(y, gate)
         assert got.dtype == upstream.dtype and got.shape == upstream.shape
         weight_dtype, own = self.module.weight.dtype, "weight_in_float32" not in self.options
         roundings = (y.dtype != F32) + (own and y.dtype == weight_dtype != F32)
@@ -121,7 +135,7 @@ def test_equals_upstream(variant, dtype, device):
 
 @needs
 @pytest.mark.parametrize(("columns", "group"), [(1, 1), (60, 20), (17, 17), (128, 16), (4097, 4097), (8192, 1024)])
-@pytest.mark.parametrize("variant", THREE)
+@pytest.mark.parametrize("variant", FIVE)
 def test_sizes(variant, columns, group, device):
     case = Case(variant, device, columns, group, BF16)
     case.check(*case.inputs(3, 1, gate_dtype=BF16))
@@ -130,7 +144,7 @@ def test_sizes(variant, columns, group, device):
 
 @needs
 @pytest.mark.parametrize(("columns", "group"), [(4097, 4097), (200, 100), (64, 64)])
-@pytest.mark.parametrize("variant", THREE)
+@pytest.mark.parametrize("variant", FIVE)
 def test_a_group_that_does_not_fit(variant, columns, group, device, monkeypatch):
     monkeypatch.setattr(_norm, "WIDEST", 1024 if columns > 1024 else 32)
     case = Case(variant, device, columns, group, BF16)
@@ -142,7 +156,7 @@ def test_a_group_that_does_not_fit(variant, columns, group, device, monkeypatch)
 @pytest.mark.parametrize(
     ("columns", "group"), [(3584, 1792), (7168, 3584), (8192, 8192), (16384, 16384), (20000, 20000)]
 )
-@pytest.mark.parametrize("variant", THREE)
+@pytest.mark.parametrize("variant", FIVE)
 def test_models_sizes(variant, columns, group, device):
     case = Case(variant, device, columns, group, BF16)
     for dtype in (F32, BF16):
@@ -168,7 +182,7 @@ def test_layouts(variant, device):
 
 @needs
 @pytest.mark.parametrize("out_dtype", [F32, BF16, F16], ids=str)
-@pytest.mark.parametrize("variant", THREE)
+@pytest.mark.parametrize("variant", FIVE)
 def test_rounds_the_result_once_more(variant, out_dtype, device):
     for dtype in (F32, F16):
         case = Case(variant, device, weight_dtype=F16)
@@ -224,7 +238,7 @@ def test_rows_do_not_know_of_each_other(device):
 
 @needs
 @pytest.mark.parametrize("rows", [(0,), (2, 0), (0, 3)], ids=str)
-@pytest.mark.parametrize("variant", THREE)
+@pytest.mark.parametrize("variant", FIVE)
 def test_nothing_to_do(variant, rows, device):
     case = Case(variant, device, weight_dtype=BF16)
     got = case.kernel(*case.inputs(*rows, dtype=F16))
@@ -239,12 +253,14 @@ def test_torch_accepts_the_operator(variant, device):
     options = case.options.get("weight_in_float32", False), case.options.get("norm_before_gate", False)
     y, gate = case.inputs(2, 1, gate_dtype=BF16)
     gate = F.pad(gate, (0, 4))[..., :-4]  # (opcheck compares with ==: no NaN)
-    operator = getattr(torch.ops, kernels.mamba2_step.__module__.partition(".")[0]).gated_rms_norm.default
+    operator = getattr(torch.ops, kernels.mamba2_step.__module__.partition(".")[0]).rms_norm.default
     torch.library.opcheck(operator, (y, gate, case.module.weight, 1e-5, 16, *options, BF16))
+    if not options[1]:
+        torch.library.opcheck(operator, (y, None, case.module.weight, 1e-5, 32, *options, F32))
     mode = FakeTensorMode()
     fakes = [mode.from_tensor(tensor) for tensor in (y.to(F16), gate, case.module.weight)]
     with mode:
-        out = kernels.gated_rms_norm(*fakes, 1e-5, 16, **case.options)
+        out = kernels.rms_norm(*fakes, 1e-5, 16, **case.options)
     assert out.shape == y.shape and out.dtype == (F16 if case.options else F32)
 
 
@@ -253,7 +269,7 @@ def test_compiles_in_one_graph(device):
     case = Case(THREE[0], device)
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda y, gate: kernels.gated_rms_norm(y, gate, case.module.weight, 1e-5, 24),
+        lambda y, gate: kernels.rms_norm(y, gate, case.module.weight, 1e-5, 24),
         fullgraph=True, backend="aot_eager", dynamic=True,
     )  # fmt: skip
     for rows in ((2, 3), (4, 5)):
@@ -269,7 +285,7 @@ def test_cuda_graph(device):
     case.kernel(y, gate)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = kernels.gated_rms_norm(y, gate, case.module.weight, case.eps, case.group)
+        out = kernels.rms_norm(y, gate, case.module.weight, case.eps, case.group)
     for _ in range(2):
         y.copy_(torch.randn_like(y))
         graph.replay()
@@ -289,7 +305,7 @@ def test_offsets_beyond_32_bits(device):
 def test_arguments_that_do_not_fit(device):
     case = Case(THREE[0], device)
     y, gate = case.inputs(2)
-    weight, call = case.module.weight, kernels.gated_rms_norm
+    weight, call = case.module.weight, kernels.rms_norm
     with pytest.raises(ValueError, match="gate has shape"):
         call(y, gate[:1], weight, 1e-5)
     with pytest.raises(ValueError, match="weight has shape"):
@@ -298,6 +314,8 @@ def test_arguments_that_do_not_fit(device):
         call(y.double(), gate, weight, 1e-5)
     with pytest.raises(ValueError, match="must divide"):
         call(y, gate, weight, 1e-5, 20)
+    with pytest.raises(ValueError, match="needs a gate"):
+        call(y, None, weight, 1e-5, weight_in_float32=True, norm_before_gate=True)
     with pytest.raises(ValueError, match="pass `weight_in_float32=True`"):
         call(y, gate, weight, 1e-5, norm_before_gate=True)
     with pytest.raises(ValueError, match="`out_dtype` is"):

@@ -1,6 +1,6 @@
-"""When a mixer may replace its gated norm by the kernel: upstream's own module, untouched, with plain tensors.
+"""When a call of a norm may become one of the kernel: upstream's own module, untouched, with plain tensors.
 
-That the kernel gives the same numbers is in `kernels/test_gated_norm.py`, and that models take it in
+That the kernel gives the same numbers is in `kernels/test_rms_norm.py`, and that models take it in
 `test_triton_backend.py`.
 """
 
@@ -12,12 +12,16 @@ import functools
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from tiny_models import mixers, tiny_model
+from tiny_models import (
+    MAMBA2_NAMES,
+    mixers,
+    tiny_model,
+)
 from torch.nn.utils import parametrize, prune
 
 from hf_replayssm.families import FAMILIES
-from hf_replayssm.models.gated_norms import GATED_NORMS, as_gated_norm
-from hf_replayssm.ops import backend, gated_norm
+from hf_replayssm.models.norms import GATED_NORMS, NORMS, as_rms_norm
+from hf_replayssm.ops import backend, rms_norm
 
 
 def module(family: str = "mamba2") -> torch.nn.Module:
@@ -31,22 +35,30 @@ def _mixer(family: str) -> torch.nn.Module:
 
 
 def test_every_family_has_its_norm_in_the_table():
-    assert {model_type for model_type, _ in GATED_NORMS} == set(FAMILIES)
+    assert {model_type for model_type, _ in GATED_NORMS} == set(MAMBA2_NAMES)
     for model_type, name in GATED_NORMS:
         assert type(module(model_type)) is FAMILIES[model_type].load(name)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_every_norm_between_layers_is_in_the_table():
+    assert {model_type for model_type, _ in NORMS} == set(FAMILIES)
+    for family in FAMILIES:
+        found = {type(m).__name__ for m in tiny_model(family).modules() if type(m).__name__.endswith("RMSNorm")}
+        found.discard("FalconMambaWeightlessRMSNorm")  # whose weight is not read
+        assert found == {name for model_type, name in NORMS if model_type == family}
+
+
+@pytest.mark.parametrize("family", MAMBA2_NAMES)
 def test_how_a_module_is_read(family):
     norm, mixer = module(family), _mixer(family)
-    known = as_gated_norm(norm)
+    known = as_rms_norm(norm)
     assert known.weight is norm.weight and known.eps == norm.variance_epsilon
     assert known.group_size == mixer.intermediate_size // mixer.n_groups
     assert known.weight_in_float32 == (family == "falcon_h1")
     if family == "falcon_h1":
         for value in (True, False):
             norm.norm_before_gate = value
-            assert as_gated_norm(norm).norm_before_gate is value
+            assert as_rms_norm(norm).norm_before_gate is value
     else:
         assert not known.norm_before_gate
 
@@ -93,28 +105,28 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_module_that_somebody_changed_is_called(what):
     norm = module()
-    assert as_gated_norm(norm) is not None
+    assert as_rms_norm(norm) is not None
     CHANGES[what](norm)
-    assert as_gated_norm(norm) is None
+    assert as_rms_norm(norm) is None
 
 
 def test_a_forward_that_somebody_put_into_the_class(monkeypatch):
     norm = module()
     forward = type(norm).forward
     monkeypatch.setattr(type(norm), "forward", functools.wraps(forward)(lambda *args: 2 * forward(*args)))
-    assert as_gated_norm(norm) is None
+    assert as_rms_norm(norm) is None
     monkeypatch.undo()
-    assert as_gated_norm(norm) is not None
+    assert as_rms_norm(norm) is not None
 
 
 def test_global_hooks_see_the_module():
     norm = module()
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
-        assert as_gated_norm(norm) is None
+        assert as_rms_norm(norm) is None
     finally:
         handle.remove()
-    assert as_gated_norm(norm) is not None
+    assert as_rms_norm(norm) is not None
 
 
 def test_a_hook_that_was_removed_is_forgotten():
@@ -123,7 +135,7 @@ def test_a_hook_that_was_removed_is_forgotten():
     remove_hook_from_module(norm)
     handle = norm.register_forward_hook(lambda *args: None)
     handle.remove()
-    assert "forward" in norm.__dict__ and as_gated_norm(norm) is not None
+    assert "forward" in norm.__dict__ and as_rms_norm(norm) is not None
 
 
 class Plain(torch.Tensor):
@@ -137,7 +149,7 @@ def tensors(dtype=torch.float32):
 
 
 def answer(norm, y, gate, out_dtype=torch.float32, setting="auto"):
-    return gated_norm.uses_kernel(as_gated_norm(norm), y, gate, out_dtype, setting)
+    return rms_norm.uses_kernel(as_rms_norm(norm), y, gate, out_dtype, setting)
 
 
 @pytest.fixture
