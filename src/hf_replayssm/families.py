@@ -31,6 +31,7 @@ class Family:
     recurrence: str  # a key of `RECURRENCES`
     sizes: tuple[str | Callable[[Any], int], ...]
     folder: str | None = None  # where it is not the model type
+    multimodal: str | None = None  # the class around the backbone that makes positions of three axes
 
     @property
     def module_name(self) -> str:
@@ -48,6 +49,14 @@ class Family:
 
 
 _MAMBA_NAMES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+_DELTA_NAMES = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)
+_KDA_NAMES = (*["linear_num_heads"] * 2, *["linear_head_dim"] * 2, "linear_conv_kernel_dim", lambda config: True)
 _MAMBA1_NAMES = (lambda config: 1, "intermediate_size", "state_size", "conv_kernel")
 
 FAMILIES: dict[str, Family] = {
@@ -104,6 +113,29 @@ FAMILIES: dict[str, Family] = {
                 lambda config: True,
             ),
         ),
+        Family("qwen3_next", "Qwen3NextGatedDeltaNet", "Qwen3NextModel", "gated_delta", _DELTA_NAMES),
+        Family(
+            "qwen3_5_text",
+            "Qwen3_5GatedDeltaNet",
+            "Qwen3_5TextModel",
+            "gated_delta",
+            _DELTA_NAMES,
+            folder="qwen3_5",
+            multimodal="Qwen3_5Model",
+        ),
+        Family(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeGatedDeltaNet",
+            "Qwen3_5MoeTextModel",
+            "gated_delta",
+            _DELTA_NAMES,
+            folder="qwen3_5_moe",
+            multimodal="Qwen3_5MoeModel",
+        ),
+        Family("olmo_hybrid", "OlmoHybridGatedDeltaNet", "OlmoHybridModel", "gated_delta", _DELTA_NAMES),
+        Family("lara_mini", "LaraMiniGatedDeltaNet", "LaraMiniModel", "gated_delta", _DELTA_NAMES),
+        Family("kimi_linear", "KimiLinearDeltaAttention", "KimiLinearModel", "gated_delta", _KDA_NAMES),
+        Family("bailing_hybrid", "BailingHybridDeltaAttention", "BailingHybridModel", "gated_delta", _KDA_NAMES),
     )
 }
 

@@ -24,6 +24,12 @@ from .config import ReplayConfig
 from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
 from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_packed
+from .models.gated_delta import (
+    ReplayGatedDeltaMixer,
+    ReplayKDAMixer,
+    ReplayOlmoHybridMixer,
+    ReplayQwen3NextMixer,
+)
 from .models.mamba1 import ReplayMamba1Mixer, ReplayZambaMixer
 from .models.mamba2 import ReplayMamba2Mixer
 from .models.mixer import ReplayMixer
@@ -39,6 +45,11 @@ MIXERS: dict[str, type[ReplayMixer]] = {
     "mamba2": ReplayMamba2Mixer,
     "mamba1": ReplayMamba1Mixer,
     "zamba": ReplayZambaMixer,
+    "gated_delta": ReplayGatedDeltaMixer,
+    "qwen3_next": ReplayQwen3NextMixer,
+    "olmo_hybrid": ReplayOlmoHybridMixer,
+    "kimi_linear": ReplayKDAMixer,
+    "bailing_hybrid": ReplayKDAMixer,
 }
 
 # A draft window may be a little longer than the number of drafts asked for: the bonus token, and a schedule that adds
