@@ -239,7 +239,7 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
     "kimi_linear": (
         KimiLinearConfig,
         KimiLinearForCausalLM,
-        dict(**_LATENT, num_attention_heads=4, num_key_value_heads=4, linear_num_heads=3, linear_head_dim=10),
+        dict(**_LATENT, num_attention_heads=4, num_key_value_heads=4, linear_num_heads=3, linear_head_dim=9),
     ),
     "qwen3_5_text": (
         Qwen3_5TextConfig,
@@ -411,7 +411,8 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
     for mixer in filter(is_delta, mixers(model)):
         for name, parameter in mixer.named_parameters():
             if parameter.dim() == 2:
-                parameter.copy_(normal(parameter, 1.2 / math.sqrt(parameter.shape[1])))
+                gain = 2.0 if name in ("out_proj.weight", "o_proj.weight") else 1.2
+                parameter.copy_(normal(parameter, gain / math.sqrt(parameter.shape[1])))
             elif "norm" in name:
                 parameter.copy_(1 + normal(parameter, 0.1))
         draw_convolution(mixer)

@@ -23,7 +23,7 @@ from .cache import RIGHT_PADDING, ReplayCache
 from .config import ReplayConfig
 from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
-from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_packed
+from .models.backbone import ReplayBackbone, ReplayMultimodal, activation_dtype, bind, refuse_packed
 from .models.gated_delta import (
     ReplayGatedDeltaMixer,
     ReplayKDAMixer,
@@ -85,7 +85,7 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
             f"`enable` takes a loaded model, not {model!r}: pass what `from_pretrained` returned, or call "
             "`hf_replayssm.enable()` before it."
         )
-    mixers, backbones, generators = _parts(model)
+    mixers, backbones, multimodal, generators = _parts(model)
     for name, module, _ in mixers + backbones:
         if not isinstance(module, ReplacedClass):
             check_replaceable(module, name)
@@ -97,6 +97,8 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
         for part in module.modules():
             if is_norm(part):
                 replace_class(part, ReplayRMSNorm)
+    for _, module, _ in multimodal:
+        replace_class(module, ReplayMultimodal)
     for _, module in generators:
         replace_class(module, ReplayGeneration)
         module._replay_config = getattr(module, "_replay_config", ReplayConfig()).replace(**fields)
@@ -133,12 +135,16 @@ def is_enabled(model: torch.nn.Module) -> bool:
 
 
 def _parts(model: torch.nn.Module):
-    """All that can be enabled: mixers and backbones with their names and families, and the models that generate."""
-    mixers, backbones, generators = [], [], []
+    """
+    All that can be enabled: mixers, backbones and what makes positions for them, with their names and families, and the
+    models that generate.
+    """
+    mixers, backbones, multimodal, generators = [], [], [], []
     by_class = {}
     for family in FAMILIES.values():
         by_class[(family.module_name, family.mixer)] = (family, mixers)
         by_class[(family.module_name, family.backbone)] = (family, backbones)
+        by_class[(family.module_name, family.multimodal)] = (family, multimodal)
     for name, module in model.named_modules():
         cls = getattr(module, "_replaced_class", type(module))
         family, parts = by_class.get((cls.__module__, cls.__name__), (None, None))
@@ -170,7 +176,7 @@ def _parts(model: torch.nn.Module):
     for name, module in model.named_modules():
         if isinstance(module, GenerationMixin) and any(part is b for part in module.modules() for _, b, _ in backbones):
             generators.append((name, module))
-    return mixers, backbones, generators
+    return mixers, backbones, multimodal, generators
 
 
 def _assert_reached(mixer: torch.nn.Module, name: str) -> None:
@@ -275,12 +281,14 @@ class ReplayGeneration(ReplacedClass):
                 f"Drafts must be taken back, which `cache_implementation={generation_config.cache_implementation!r}` "
                 "cannot do for a recurrent state. Leave it out: replay can."
             )
-        if generation_config.use_mtp and not getattr(self.config.get_text_config(decoder=True), "num_mtp_layers", None):
+        text_config = self.config.get_text_config(decoder=True)
+        missing = [name for name in ("num_mtp_layers", "mtp_layer_types") if not getattr(text_config, name, None)]
+        if generation_config.use_mtp and missing:
             raise ValueError(
-                f"`use_mtp` builds its layers from `config.num_mtp_layers`, which {type(self).__name__} does not have. "
-                "transformers skips the layers for multi-token prediction that Nemotron-H checkpoints bring: each is "
-                "made of several blocks (`config.mtp_layers_block_type`), and its `MtpModel` knows layers of one block "
-                "only. Use an `assistant_model` or `prompt_lookup_num_tokens`."
+                f"`use_mtp` builds its layers from `config.num_mtp_layers` and `config.mtp_layer_types`; the config of "
+                f"{type(self).__name__} has no {' and no '.join(missing)}. transformers skips the layers for multi-token "
+                "prediction that checkpoints of these families bring, whose config describes them in another way. Use "
+                "an `assistant_model` or `prompt_lookup_num_tokens`."
             )
         if assistant is None or isinstance(assistant, ReplayGeneration):
             return

@@ -113,8 +113,10 @@ class ReplayBackbone(ReplacedClass):
         refuse_packed(arguments)
         position_ids = arguments.get("position_ids")
         if cache.is_fresh and tokens > 1 and position_ids is not None and not torch.compiler.is_compiling():
-            # Positions that start anew in a row. (Under padding they may be anything.)
-            restarts = position_ids[..., -tokens:].diff(dim=-1) < 0
+            # Positions that start anew in a row. (Under padding they may be anything. Of several axes the first counts
+            # the text, or time; the others start anew in each line of an image.)
+            axis = position_ids[0] if position_ids.dim() == 3 else position_ids
+            restarts = axis[..., -tokens:].diff(dim=-1) < 0
             if mask is not None:
                 restarts = restarts & mask[:, 1:] & mask[:, :-1]
             if bool(restarts.any()):
@@ -131,6 +133,7 @@ class ReplayBackbone(ReplacedClass):
         """Completes the attention mask to all columns, and the position ids when they were left out."""
         given, past = arguments.get("attention_mask"), cache.get_seq_length()
         has_attention = any(attention_part(layer) is not None for layer in cache.layers)
+        deltas = arguments.pop("rope_deltas", None)
         if has_attention and not isinstance(given, dict):
             if given is not None and given.shape[1] not in (tokens, past + tokens):
                 raise ValueError(
@@ -155,7 +158,7 @@ class ReplayBackbone(ReplacedClass):
                 position_ids = torch.arange(past, past + tokens, device="cpu")[None]
             else:
                 position_ids = (after.mask.long().cumsum(1)[:, past:] - 1).clamp(min=0)
-            arguments["position_ids"] = upload(position_ids, inputs.device)
+            arguments["position_ids"] = behind_images(upload(position_ids, inputs.device), deltas)
 
     # The static variant.
 
@@ -183,9 +186,9 @@ class ReplayBackbone(ReplacedClass):
         The attention mask and, when they were left out, the position ids, both from the numbers of the tokens: a mask
         that was given says which of the new columns are padding, and of the past the cache knows.
         """
-        forward = cache.forward_in_progress
+        forward, deltas = cache.forward_in_progress, arguments.pop("rope_deltas", None)
         if "position_ids" in self._forward_parameters and arguments.get("position_ids") is None:
-            arguments["position_ids"] = forward.numbers_from_0.to(inputs.device)
+            arguments["position_ids"] = behind_images(forward.numbers_from_0.to(inputs.device), deltas)
         arguments["attention_mask"] = None
         if cache.has_attention:
             mask = self._static_mask(cache, forward, inputs)
@@ -246,6 +249,41 @@ class ReplayBackbone(ReplacedClass):
             use_vmap=False,
             device=device,
         )
+
+
+class ReplayMultimodal(ReplacedClass):
+    """
+    Goes in front of a class that makes positions of several axes for the backbone inside it. For tokens behind a prompt
+    upstream counts the cache's columns, on the host, or those of the mask, which may be one of the new tokens alone;
+    the backbone knows where each row stands, and needs to be told only how far its positions are behind its tokens.
+    """
+
+    _keeps_signature = ("forward",)
+
+    def compute_3d_position_ids(self, *args, cache=None, **kwargs):
+        if not isinstance(cache, ReplayCache):
+            return super().compute_3d_position_ids(*args, cache=cache, **kwargs)
+        if cache.is_fresh:
+            self.rope_deltas = None  # of another sequence
+            return super().compute_3d_position_ids(*args, cache=None, **kwargs)
+        return None
+
+    def forward(self, *args, **kwargs):
+        arguments = bind(self, args, kwargs)
+        cache = arguments.get("cache")
+        if isinstance(cache, ReplayCache) and not cache.is_fresh and arguments.get("position_ids") is None:
+            return super().forward(**arguments, rope_deltas=self.rope_deltas)
+        return super().forward(*args, **kwargs)
+
+
+def behind_images(position_ids: torch.Tensor, deltas: torch.Tensor | None) -> torch.Tensor:
+    """Positions (b or 1, t) of tokens of which images in front, or frames, took up more or less than their number."""
+    if deltas is None:
+        return position_ids
+    deltas = deltas.to(position_ids.device)
+    if position_ids.shape[0] > len(deltas):  # rows of one prompt: beams, or several sequences returned
+        deltas = deltas.repeat_interleave(position_ids.shape[0] // len(deltas), dim=0)
+    return position_ids + deltas
 
 
 def activation_dtype(model: Any) -> torch.dtype:
