@@ -13,6 +13,8 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from tiny_models import (
+    DELTA_NAMES,
+    KDA_NAMES,
     MAMBA2_NAMES,
     mixers,
     tiny_model,
@@ -25,7 +27,8 @@ from hf_replayssm.ops import backend, rms_norm
 
 
 def module(family: str = "mamba2") -> torch.nn.Module:
-    return copy.deepcopy(_mixer(family).norm)
+    mixer = _mixer(family)
+    return copy.deepcopy(mixer.norm if hasattr(mixer, "norm") else mixer.o_norm)
 
 
 @functools.cache
@@ -34,18 +37,25 @@ def _mixer(family: str) -> torch.nn.Module:
     return mixers(tiny_model(family, **overrides))[0]
 
 
+def folder(family: str) -> str:
+    return FAMILIES[family].folder or family
+
+
 def test_every_family_has_its_norm_in_the_table():
-    assert {model_type for model_type, _ in GATED_NORMS} == set(MAMBA2_NAMES)
-    for model_type, name in GATED_NORMS:
-        assert type(module(model_type)) is FAMILIES[model_type].load(name)
+    families = MAMBA2_NAMES + tuple(name for name in DELTA_NAMES if name not in KDA_NAMES)
+    assert {model for model, _ in GATED_NORMS} == {folder(family) for family in families}
+    for family in families:
+        assert (folder(family), type(module(family)).__name__) in GATED_NORMS
 
 
 def test_every_norm_between_layers_is_in_the_table():
-    assert {model_type for model_type, _ in NORMS} == set(FAMILIES)
+    """But Qwen's, whose weights are added to one."""
+    assert {model for model, _ in NORMS} == {folder(family) for family in FAMILIES if "qwen" not in family}
     for family in FAMILIES:
         found = {type(m).__name__ for m in tiny_model(family).modules() if type(m).__name__.endswith("RMSNorm")}
         found.discard("FalconMambaWeightlessRMSNorm")  # whose weight is not read
-        assert found == {name for model_type, name in NORMS if model_type == family}
+        if "qwen" not in family:
+            assert found == {name for model, name in NORMS if model == family}
 
 
 @pytest.mark.parametrize("family", MAMBA2_NAMES)
@@ -61,6 +71,26 @@ def test_how_a_module_is_read(family):
             assert as_rms_norm(norm).norm_before_gate is value
     else:
         assert not known.norm_before_gate
+
+
+@pytest.mark.parametrize("family", DELTA_NAMES)
+@torch.no_grad()
+def test_how_a_module_of_the_delta_rule_is_read(family):
+    """One weight for all heads; what is known equals the module, with y float32 as our mixers have it."""
+    norm = module(family)
+    known = as_rms_norm(norm)
+    if family in KDA_NAMES:
+        assert known is None  # its gate is a sigmoid
+        return
+    norm = norm.to(torch.bfloat16)
+    known = as_rms_norm(norm)
+    assert known.norm_before_gate and known.group_size == known.weight.shape[0] == _mixer(family).head_v_dim
+    y, gate = torch.randn(2, 3, 4, known.group_size), torch.randn(2, 3, 4, known.group_size).bfloat16()
+    x = y * (y.square().mean(-1, keepdim=True) + known.eps).rsqrt()
+    expected = x * known.weight.float() * torch.nn.functional.silu(gate.float())
+    torch.testing.assert_close(norm(y, gate), expected, rtol=1e-5, atol=1e-6)
+    norm.activation = "sigmoid"
+    assert as_rms_norm(norm) is None
 
 
 def subclassed(norm):

@@ -268,9 +268,7 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
     "bailing_hybrid": (
         BailingHybridConfig,
         BailingHybridForCausalLM,
-        dict(
-            **_ROPE, **_LATENT, num_attention_heads=3, num_key_value_heads=3, n_group=2, topk_group=1, head_dim=10
-        ),
+        dict(**_ROPE, **_LATENT, num_attention_heads=3, num_key_value_heads=3, n_group=2, topk_group=1, head_dim=10),
     ),
 }
 # The last ones differ from others in a projection or in what is around their mixers: tests that run over all families

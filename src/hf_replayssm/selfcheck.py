@@ -30,6 +30,16 @@ _ATTENTION = {
     "intermediate_size": 48,
     "max_position_embeddings": 64,
 }
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+}
+_EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 24}
+_SHARED_EXPERT = {**_EXPERTS, "num_experts": 2, "shared_expert_intermediate_size": 24}
+_LATENT = {"kv_lora_rank": 10, "qk_rope_head_dim": 6, "qk_nope_head_dim": 8, "v_head_dim": 12, "num_local_experts": 4}
+_MIXED = {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _MAMBA = {"mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_chunk_size": 8}
 
 # Sizes of the tiny model of each family: both kinds of layers where the family has both, two groups of two heads.
@@ -98,6 +108,39 @@ _SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 10,
         "mamba_dt_rank": 4,
     },
+    "qwen3_next": {**_ATTENTION, **_DELTA, **_MIXED, **_SHARED_EXPERT, "head_dim": 16},
+    "qwen3_5_text": {**_ATTENTION, **_DELTA, **_MIXED, "head_dim": 16},
+    "qwen3_5_moe_text": {**_ATTENTION, **_DELTA, **_MIXED, **_SHARED_EXPERT, "head_dim": 16},
+    "olmo_hybrid": {**_ATTENTION, **_DELTA, **_MIXED},
+    "lara_mini": {
+        **_ATTENTION,
+        **_DELTA,
+        **_SHARED_EXPERT,
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "sliding_attention", "linear_attention", "full_attention"],
+    },
+    "kimi_linear": {
+        **_ATTENTION,
+        **_MIXED,
+        **_LATENT,
+        **_EXPERTS,
+        "num_key_value_heads": 2,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "linear_num_heads": 2,
+        "linear_head_dim": 12,
+    },
+    "bailing_hybrid": {
+        **_ATTENTION,
+        **_MIXED,
+        **_LATENT,
+        **_EXPERTS,
+        "num_key_value_heads": 2,
+        "mlp_layer_types": ["dense", "sparse", "dense"],
+        "n_group": 1,
+        "topk_group": 1,
+        "head_dim": 12,
+    },
 }
 # What a tiny model takes over from the given one: everything that chooses a path through the mixer, and no size.
 _KEPT = (
@@ -131,6 +174,11 @@ _KEPT = (
     "use_shared_attention_adapter",
     "n_mamba_heads",
     "mixer_rms_eps",
+    "linear_conv_kernel_dim",
+    "short_conv_kernel_size",
+    "linear_allow_neg_eigval",
+    "kda_safe_gate",
+    "kda_lower_bound",
 )
 
 
@@ -364,13 +412,20 @@ def tiny_model(model_type: str, config: PreTrainedConfig | None = None, seed: in
 def _let_the_state_matter(model: PreTrainedModel) -> None:
     """Redraw the mixers' weights. As initialised, the skip `D x` drowns the state, and a lost state goes unseen."""
     for mixer in model.modules():
-        if not (hasattr(mixer, "A_log") and hasattr(mixer, "conv1d")):
+        memory = getattr(mixer, "forget_gate", mixer)  # of KDA
+        if not (hasattr(memory, "A_log") and hasattr(mixer, "conv1d")):
             continue
-        mixer.in_proj.weight.normal_(std=1.0 / math.sqrt(mixer.in_proj.weight.shape[1]))
-        mixer.out_proj.weight.normal_(std=1.0 / math.sqrt(mixer.out_proj.weight.shape[1]))
         mixer.conv1d.weight.normal_(mean=0.4, std=0.6)
         if mixer.conv1d.bias is not None:
             mixer.conv1d.bias.normal_(std=0.2)
+        if not hasattr(mixer, "D"):  # the delta rule, in which nothing goes around the state
+            for weight in mixer.parameters():
+                if weight.dim() == 2:
+                    weight.normal_(std=1.0 / math.sqrt(weight.shape[1]))
+            _let_the_memory_be_long(memory.A_log, memory.dt_bias)
+            continue
+        mixer.in_proj.weight.normal_(std=1.0 / math.sqrt(mixer.in_proj.weight.shape[1]))
+        mixer.out_proj.weight.normal_(std=1.0 / math.sqrt(mixer.out_proj.weight.shape[1]))
         mixer.D.normal_(std=0.1)
         if hasattr(mixer, "dt_bias"):  # Mamba-2
             dt_bias = mixer.dt_bias
@@ -382,7 +437,11 @@ def _let_the_state_matter(model: PreTrainedModel) -> None:
             select, dt_bias = mixer.x_proj.weight, mixer.dt_proj.bias
             select.normal_(std=1.0 / math.sqrt(select.shape[-1]))
             mixer.dt_proj.weight.normal_(std=0.1)
-        # dt from 0.05 to 0.5 and A from -0.4 to -0.03: a memory of some ten to a thousand tokens.
-        dt = torch.exp(torch.empty_like(dt_bias).uniform_(math.log(0.05), math.log(0.5)))
-        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
-        mixer.A_log.uniform_(math.log(0.03), math.log(0.4))
+        _let_the_memory_be_long(mixer.A_log, dt_bias)
+
+
+def _let_the_memory_be_long(A_log: torch.Tensor, dt_bias: torch.Tensor) -> None:
+    """dt from 0.05 to 0.5 and A from -0.4 to -0.03: a memory of some ten to a thousand tokens."""
+    dt = torch.exp(torch.empty_like(dt_bias).uniform_(math.log(0.05), math.log(0.5)))
+    dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+    A_log.uniform_(math.log(0.03), math.log(0.4))

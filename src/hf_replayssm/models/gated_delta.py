@@ -67,7 +67,9 @@ class ReplayGatedDeltaMixer(ReplayMixer):
         )
         keys = recurrence.key_heads * recurrence.key_dim
         q, k, v = qkv.split([keys, keys, recurrence.heads * recurrence.value_dim], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, d)) for x, d in zip((q, k, v), (*[recurrence.key_dim] * 2, recurrence.value_dim)))
+        q, k, v = (
+            x.unflatten(-1, (-1, d)) for x, d in zip((q, k, v), (*[recurrence.key_dim] * 2, recurrence.value_dim))
+        )
         if segment.scan:
             return self._scan(layer, segment, q, k, v, g, beta)
         return (layer.step if kernels else layer.replay)(segment, q, k, v, g, beta)
@@ -104,7 +106,7 @@ class ReplayGatedDeltaMixer(ReplayMixer):
 
     def _output(self, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """y and gate (b, t, h, d) -> (b, t, hidden)."""
-        module = getattr(self, self.gated_norm)
+        module, y = getattr(self, self.gated_norm), y.to(accumulate_dtype(y))
         # (A compiler fuses the module by itself.)
         norm = None if torch.compiler.is_compiling() else as_rms_norm(module)
         if norm is not None and rms_norm.uses_kernel(norm, y, gate, dtype, backend):

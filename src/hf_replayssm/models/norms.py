@@ -35,7 +35,20 @@ def _falcon_h1(norm: torch.nn.Module) -> RMSNorm:
     )
 
 
-# (model type, class) -> how it is read.
+def _of_a_head(norm: torch.nn.Module) -> RMSNorm | None:
+    # (Those that round to the dtype of y before the weight round nothing here: our mixers call them with sums.)
+    if norm.activation != "silu":
+        return None
+    return RMSNorm(
+        norm.weight,
+        norm.variance_epsilon,
+        norm.weight.shape[-1],
+        weight_in_float32=True,
+        norm_before_gate=True,
+    )
+
+
+# (folder of the model, class) -> how it is read. (Those of KDA have another gate.)
 GATED_NORMS = {
     ("mamba2", "MambaRMSNormGated"): _weighted_after_rounding,
     ("bamba", "BambaRMSNormGated"): _weighted_after_rounding,
@@ -43,8 +56,13 @@ GATED_NORMS = {
     ("nemotron_h", "NemotronHRMSNormGated"): _weighted_after_rounding,
     ("granitemoehybrid", "GraniteMoeHybridRMSNormGated"): _weighted_after_rounding,
     ("falcon_h1", "FalconH1RMSNormGated"): _falcon_h1,
+    ("qwen3_next", "Qwen3NextRMSNormGated"): _of_a_head,
+    ("qwen3_5", "Qwen3_5RMSNormGated"): _of_a_head,
+    ("qwen3_5_moe", "Qwen3_5MoeRMSNormGated"): _of_a_head,
+    ("olmo_hybrid", "OlmoHybridRMSNormGated"): _of_a_head,
+    ("lara_mini", "LaraMiniRMSNormGated"): _of_a_head,
 }
-# The norms between layers: (model type, class) -> whether the weight is multiplied in float32.
+# The norms between layers: likewise -> whether the weight is multiplied in float32. (Qwen's are another formula.)
 NORMS = {
     ("mamba2", "Mamba2RMSNorm"): False,
     ("bamba", "BambaRMSNorm"): False,
@@ -56,6 +74,10 @@ NORMS = {
     ("falcon_mamba", "FalconMambaRMSNorm"): False,
     ("jamba", "JambaRMSNorm"): False,
     ("zamba", "ZambaRMSNorm"): False,
+    ("olmo_hybrid", "OlmoHybridRMSNorm"): True,
+    ("lara_mini", "LaraMiniRMSNorm"): True,
+    ("kimi_linear", "KimiLinearRMSNorm"): False,
+    ("bailing_hybrid", "BailingHybridRMSNorm"): False,
 }
 
 
