@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from tiny_models import (
     FAMILY_NAMES,
-    PURE_NAMES,
     assert_same_logits,
     copy_of,
     enabled_model,
@@ -407,7 +406,8 @@ def test_a_device_map(family: str, tmp_path):
 def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
-    targets = ["in_proj", "q_proj", "v_proj"] if model.config.model_type not in PURE_NAMES else ["in_proj"]
+    projections = "in_proj", "in_proj_qkvz", "in_proj_ba", "q_proj", "v_proj", "b_proj", "f_a_proj"
+    targets = [name for name, _ in model.named_modules() if name.endswith(projections)]
     torch.manual_seed(3)
     return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
 

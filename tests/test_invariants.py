@@ -14,7 +14,7 @@ import pytest
 import torch
 from tiny_models import (
     BUFFER_LENS,
-    MAMBA2_NAMES,
+    MAMBA1_NAMES,
     PURE_NAMES,
     RTOL,
     VARIANT_NAMES,
@@ -987,7 +987,7 @@ def test_12_a_window_costs_input_slots_and_no_states(family: str):
         stored = sum(value.numel() for value in fingerprint(made.cache).values() if isinstance(value, torch.Tensor))
         ran, writes = len(calls), made.cache.stats.checkpoint_writes
         assert ran == len(mixers(made.model))
-        buffers = [layer.inputs["x"].data_ptr() for layer in replay_layers(made.cache)]
+        buffers = [layer.inputs.tensors()[0].data_ptr() for layer in replay_layers(made.cache)]
         made.compare()
         made.crop(5)
         assert len(calls) == ran, "a crop ran the model again"
@@ -1079,9 +1079,10 @@ def test_16_the_checkpoint_is_fp32_unless_asked(family: str):
                 model(input_ids=random_ids(1, tokens), cache=cache, use_cache=True)
         for layer in replay_layers(cache):
             assert layer.checkpoint.dtype == torch.float32
-            assert layer.inputs["x"].dtype == layer.inputs["B"].dtype == model_dtype
-            # Mamba-1 holds dt as it leaves its projection.
-            assert layer.inputs["dt"].dtype == (torch.float32 if family in MAMBA2_NAMES else model_dtype)
+            # Final dt, log decays, and u, which depends on the state. (Mamba-1 holds dt as it leaves its projection.)
+            in_float32 = {"g", "u", "dt"} - ({"dt"} if family in MAMBA1_NAMES else set())
+            for name, buffer in layer.inputs.named().items():
+                assert buffer.dtype == (torch.float32 if name in in_float32 else model_dtype), name
         for layer_idx in mamba_layer_indices(model.config):
             assert cache.get_conv_state(layer_idx).dtype == model_dtype
 

@@ -11,15 +11,19 @@ import pytest
 import torch
 from tiny_models import (
     ALL_NAMES,
+    CLOSE_RELATIVES,
+    DELTA_NAMES,
     FAMILIES,
     FAMILY_NAMES,
     FIRST_TOKEN,
     MAMBA1_NAMES,
+    MAMBA2_NAMES,
     PURE_NAMES,
     RTOL,
     UPSTREAM_STEP_DIFFERS,
     VOCAB,
     family_of,
+    first_projection,
     greedy_without_cache,
     has_attention,
     mamba_layer_indices,
@@ -110,7 +114,7 @@ def test_every_token_is_remembered(name: str):
     assert relative_error(shifted, right) > 20 * RTOL
 
 
-@pytest.mark.parametrize("name", [name for name in ALL_NAMES if family_of(name) not in MAMBA1_NAMES])
+@pytest.mark.parametrize("name", [name for name in ALL_NAMES if family_of(name) in MAMBA2_NAMES])
 def test_the_limit_of_dt_bites(name: str):
     """Where a family limits dt, some of the time steps are really limited, and the others are not."""
     model = shared_model(name)
@@ -142,7 +146,7 @@ def test_the_limit_of_dt_bites(name: str):
         assert error < RTOL / 10, error
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_shapes_are_hard(family: str):
     """Groups > 1 with several heads each, no two axes of one length, and attention and recurrence side by side."""
     model = shared_model(family)
@@ -152,6 +156,14 @@ def test_the_shapes_are_hard(family: str):
             heads, sizes = getattr(mixer, "n_mamba_heads", 1), (mixer.time_step_rank, mixer.ssm_state_size, 4)
             assert (heads == 2) == (family == "zamba")
             assert len({heads, mixer.intermediate_size // heads, *sizes}) == 5
+            continue
+        if family in DELTA_NAMES:
+            if hasattr(mixer, "num_heads"):  # KDA
+                assert len({mixer.num_heads, mixer.head_dim, mixer.conv_kernel_size}) == 3
+            else:
+                assert mixer.num_v_heads // mixer.num_k_heads == 3
+                sizes = mixer.num_v_heads, mixer.num_k_heads, mixer.head_k_dim, mixer.head_v_dim
+                assert len({*sizes, mixer.conv_kernel_size}) == 5
             continue
         heads = mixer.D.shape[0]
         assert mixer.n_groups == 2 and heads // mixer.n_groups == 3
@@ -164,11 +176,11 @@ def test_the_shapes_are_hard(family: str):
 
 def test_biases_of_the_input_projection():
     """Padding can only be told from zeroed inputs where in_proj has a bias."""
-    with_bias = {family for family in FAMILY_NAMES if mixers(shared_model(family))[0].in_proj.bias is not None}
+    with_bias = {name for name in FAMILIES if first_projection(mixers(shared_model(name))[0]).bias is not None}
     assert with_bias == {"mamba2", "zamba2", "granitemoehybrid", "mamba", "jamba"}
 
 
-@pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_text_is_varied(family: str):
     """Greedy continuations wander, so that equal tokens say something."""
     ids = greedy_without_cache(shared_model(family), random_ids(1, 6, seed=4), 40)
@@ -187,7 +199,7 @@ def test_the_factory_repeats_itself(family: str):
 
 def test_overrides_reach_the_config():
     assert tiny_config("bamba", mamba_d_conv=3).mamba_d_conv == 3
-    assert set(FAMILIES) == set(FAMILY_NAMES)
+    assert set(FAMILIES) == {*FAMILY_NAMES, *CLOSE_RELATIVES}
 
 
 @pytest.mark.parametrize("name", ALL_NAMES)

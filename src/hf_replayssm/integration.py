@@ -285,10 +285,10 @@ class ReplayGeneration(ReplacedClass):
         missing = [name for name in ("num_mtp_layers", "mtp_layer_types") if not getattr(text_config, name, None)]
         if generation_config.use_mtp and missing:
             raise ValueError(
-                f"`use_mtp` builds its layers from `config.num_mtp_layers` and `config.mtp_layer_types`; the config of "
-                f"{type(self).__name__} has no {' and no '.join(missing)}. transformers skips the layers for multi-token "
-                "prediction that checkpoints of these families bring, whose config describes them in another way. Use "
-                "an `assistant_model` or `prompt_lookup_num_tokens`."
+                "`use_mtp` builds its layers from `config.num_mtp_layers` and `config.mtp_layer_types`; the config of "
+                f"{type(self).__name__} has no {' and no '.join(missing)}. transformers skips the layers for "
+                "multi-token prediction that checkpoints of these families bring, and their configs describe them in "
+                "other words or not at all. Use an `assistant_model` or `prompt_lookup_num_tokens`."
             )
         if assistant is None or isinstance(assistant, ReplayGeneration):
             return

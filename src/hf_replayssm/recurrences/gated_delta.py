@@ -1,6 +1,6 @@
 """
-Gated DeltaNet and KDA: the buffer holds the raw k (b, m, s, c), as it leaves the convolution, and in the dtype of sums
-u (b, h, s, d), which depends on the state, and the log decay g (b, h, s), of KDA (b, h, s, c). See `ops/gated_delta.py`.
+Gated DeltaNet and KDA: the buffer holds k (b, m, s, c) raw, as it leaves the convolution, and, in the dtype of sums, u
+(b, h, s, d), which depends on the state, and the log decay g (b, h, s), of KDA (b, h, s, c). See `ops/gated_delta.py`.
 """
 
 from __future__ import annotations
