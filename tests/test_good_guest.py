@@ -242,7 +242,7 @@ def test_moving_and_casting_an_enabled_model(family: str):
     half = model.to(torch.bfloat16)
     out = generate(half, random_ids(1, 6), return_dict_in_generate=True)
     assert isinstance(out.cache, hf_replayssm.ReplayCache)
-    assert replay_layers(out.cache)[0].inputs["x"].dtype == torch.bfloat16
+    assert replay_layers(out.cache)[0].inputs.tensors()[0].dtype == torch.bfloat16
 
 
 # ------------------------------------------------------------------------------------------------ training, evaluation

@@ -750,7 +750,7 @@ def test_07_the_content_of_masked_tokens_is_irrelevant(family: str, buffer_len: 
             cache.get_recurrent_state(index).flatten() for index in mamba_layer_indices(shared_model(family).config)
         ]
         results.append((torch.cat(kept), torch.cat(states)))
-    experts = "nemotron_h", "granitemoehybrid", "jamba"
+    experts = "nemotron_h", "granitemoehybrid", "jamba", "qwen3_next", "kimi_linear"
     if family in experts:  # they multiply the tokens that chose them in one product
         assert_same_logits(results[0][0], results[1][0], 1e-5)
         assert_same_logits(results[0][1], results[1][1], 1e-5)
@@ -995,7 +995,8 @@ def test_12_a_window_costs_input_slots_and_no_states(family: str):
         for handle in handles:
             handle.remove()
     assert versions(made.cache) == before, "a crop wrote a checkpoint"
-    assert [layer.inputs["x"].data_ptr() for layer in replay_layers(made.cache)] == buffers, "a crop moved the buffers"
+    after = [layer.inputs.tensors()[0].data_ptr() for layer in replay_layers(made.cache)]
+    assert after == buffers, "a crop moved the buffers"
     assert made.cache.stats.checkpoint_writes == writes
     assert made.cache.held.tolist() == [value + 2 for value in held]
     assert (made.cache.stats.crops, made.cache.stats.tokens_cropped) == (2, 2 * (3 + 5))  # tokens count by rows

@@ -165,7 +165,7 @@ def test_autocast_changes_the_dtype_on_the_way(name):
         with torch.autocast("cpu", torch.bfloat16):
             steps = [model(input_ids=ids[:, i : i + 1], cache=cache).logits for i in range(4, 8)]
         logits[kind] = torch.cat([*steps, model(input_ids=ids[:, 8:], cache=cache).logits], 1).float()
-        assert replay_layers(cache)[0].inputs["x"].dtype == torch.float32
+        assert replay_layers(cache)[0].inputs.tensors()[0].dtype == torch.float32
     assert relative_error(logits["triton"], logits["torch"]) < 0.05
 
 
