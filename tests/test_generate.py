@@ -41,7 +41,7 @@ import hf_replayssm
 
 lengths = pytest.mark.parametrize("buffer_len", BUFFER_LENS)
 NEW = 24
-TAKES_EMBEDS = ("mamba2", "granitemoehybrid")
+TAKES_EMBEDS = ("mamba2", "granitemoehybrid", "qwen3_next", "olmo_hybrid", "kimi_linear")
 
 
 @functools.cache
