@@ -751,7 +751,7 @@ def test_a_loop_of_ones_own(family: str):
 
 # ------------------------------------------------------------------------------------------------ MTP
 def test_mtp_is_refused_where_there_is_none(family: str):
-    """No config of these families has what upstream builds MTP layers from; Nemotron-H's own fields are others."""
+    """No config of these families has all that upstream builds MTP layers from; Nemotron-H's own fields are others."""
     model = enabled_model(family)
     cache = hf_replayssm.ReplayCache(config=model.config)
     with pytest.raises(ValueError, match="num_mtp_layers.*Use an `assistant_model`"):
@@ -759,24 +759,33 @@ def test_mtp_is_refused_where_there_is_none(family: str):
     assert cache.get_seq_length() == 0 and not cache.record_past
 
 
-def model_with_mtp(folder, layers: int):
+def test_half_a_description_of_mtp_is_none():
+    """Bailing's config counts the layers, and upstream wants to know of what type they are."""
+    assert enabled_model("bailing_hybrid").config.num_mtp_layers == 1
+    with pytest.raises(ValueError, match="no mtp_layer_types.*Use an `assistant_model`"):
+        generate("bailing_hybrid", random_ids(1, 5), use_mtp=True)
+
+
+def model_with_mtp(folder, family: str, layers: int):
     """
-    A Nemotron-H checkpoint with `layers` MTP layers of one attention block each, and a config that names them as
-    upstream's `MtpModel` reads them. (Published checkpoints have layers of several blocks, which it cannot build.)
+    A checkpoint with `layers` MTP layers of one attention block each, and a config that names them as upstream's
+    `MtpModel` reads them. (Published checkpoints of these families describe, or name, theirs in another way.)
     """
-    model = tiny_model("nemotron_h")
+    model = tiny_model(family)
     model.config.num_mtp_layers = layers
     model.config.mtp_layer_types = ["full_attention"] * layers
-    model.config.rms_norm_eps = model.config.layer_norm_epsilon
+    if family == "nemotron_h":
+        model.config.rms_norm_eps = model.config.layer_norm_epsilon
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(4)
     hidden = model.config.hidden_size
-    attention = next(name for name in weights if name.endswith("q_proj.weight")).removesuffix("mixer.q_proj.weight")
+    block = next(name for name in weights if name.endswith("q_proj.weight")).rpartition(".q_proj")[0]
+    attention = block.rpartition(".")[0] + "."
     for layer in range(layers):
         own = f"mtp.layers.{layer}."
         for name in ("enorm", "hnorm", "post_norm"):
-            weights[f"{own}{name}.weight"] = torch.ones(hidden)
+            weights[f"{own}{name}.weight"] = torch.full((hidden,), float(family == "nemotron_h"))  # Qwen's adds one
         weights[f"{own}eh_proj.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) / hidden**0.5
         for name in [name for name in weights if name.startswith(attention)]:
             weights[f"{own}mtp_block.{name.removeprefix(attention)}"] = weights[name].clone()
@@ -786,13 +795,15 @@ def model_with_mtp(folder, layers: int):
     return model
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3])
-def test_mtp(layers: int, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "layers"), [("nemotron_h", 1), ("nemotron_h", 2), ("nemotron_h", 3), ("qwen3_5_text", 2)]
+)
+def test_mtp(family: str, layers: int, tmp_path, monkeypatch):
     """Layers that know nothing, and layers that are right now and then: the tokens are greedy."""
-    model = model_with_mtp(tmp_path, layers)
+    model = model_with_mtp(tmp_path, family, layers)
     ids = random_ids(1, 7, seed=133)
     plain = generate(model, ids)
-    assert_greedy("nemotron_h", plain, slice(7, None))
+    assert_greedy(family, plain, slice(7, None))
     with Forwards(model) as target:
         assert torch.equal(generate(model, ids, use_mtp=True), plain)
     assert target.tokens[0] == 7 and max(target.tokens[1:]) == layers + 1
@@ -816,4 +827,4 @@ def test_mtp(layers: int, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="use_mtp.*already seen"):
         generate(model, text, use_mtp=True, cache=out.cache)
     again = generate(model, text, prompt_lookup_num_tokens=3, cache=out.cache)
-    assert_greedy("nemotron_h", again, slice(text.shape[1], None))
+    assert_greedy(family, again, slice(text.shape[1], None))

@@ -244,7 +244,15 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
     "qwen3_5_text": (
         Qwen3_5TextConfig,
         Qwen3_5ForCausalLM,
-        dict(**_ATTENTION, **_ROPE_3D, **_DELTA, **_MIXED, head_dim=12),
+        dict(
+            **_ATTENTION,
+            **_ROPE_3D,
+            **_DELTA,
+            head_dim=12,
+            num_hidden_layers=3,
+            # As published ones end. (Upstream's MTP layers take their norm from the last.)
+            layer_types=["linear_attention", "linear_attention", "full_attention"],
+        ),
     ),
     "qwen3_5_moe_text": (
         Qwen3_5MoeTextConfig,
@@ -474,8 +482,13 @@ def tiny_model(name: str, seed: int = 0, **overrides) -> PreTrainedModel:
     _, model_class, _ = FAMILIES[family_of(name)]
     with torch.random.fork_rng(devices=[]):  # a model made in the middle of a test does not change what it draws
         torch.manual_seed(seed)
-        model = model_class(tiny_config(name, **overrides)).eval()
-    _draw_weights(model, seed)
+        model = model_class(tiny_config(name, **overrides))
+    return initialise(model, seed)
+
+
+def initialise(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model with weights drawn anew, in eval mode, and with a generation config without special tokens."""
+    _draw_weights(model.eval(), seed)
     model.requires_grad_(False)
     # Tokens of a random model mean nothing: generation runs to its length, unless a test sets an end token. Without a
     # pad token generate() cannot take a generated token for padding either (it does where no mask is given).
