@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import FAMILY_NAMES, assert_same_logits, poison, random_ids, tiny_model
+from tiny_models import FAMILY_NAMES, assert_same_logits, mixers, poison, random_ids, tiny_model
 
 import hf_replayssm
 from hf_replayssm import StaticReplayCache, capture, integration
@@ -125,13 +125,12 @@ def test_a_forward_never_waits_for_the_device(family):
     def cache_forward(tokens):
         """What every forward does, with the recurrent layers and without the other modules."""
         forward = cache.begin_forward(tokens, 2)
-        for layer in enabled.modules():
-            if hasattr(layer, "A_log"):
-                layer(hidden[:, :tokens], cache=cache)
+        for mixer in mixers(enabled):
+            mixer(hidden[:, :tokens], cache=cache)
         for layer in cache.layers:
             if getattr(layer, "keys", None) is not None:
-                new = torch.randn(*layer.keys.shape[:2], tokens, layer.keys.shape[3], device="cuda")
-                layer.update(new, new)
+                states = layer.keys, layer.values
+                layer.update(*(torch.randn(*s.shape[:2], tokens, s.shape[3], device="cuda") for s in states))
         assert forward is cache.forward_in_progress
         cache.end_forward()
 
