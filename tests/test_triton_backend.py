@@ -31,7 +31,7 @@ from twins import Twins, eventful_session
 
 import hf_replayssm
 from hf_replayssm.models.mixer import is_reference
-from hf_replayssm.ops import backend, mamba2
+from hf_replayssm.ops import backend, gated_delta, mamba2
 
 
 pytest.importorskip("triton")
@@ -213,6 +213,30 @@ def test_a_sequence_by_windows(seen, tokens, monkeypatch):
     arguments = [single(tensor) for tensor in (x, dt, A, B, C, D)]
     y, state = mamba2.scan_triton(*arguments, None if initial is None else given)
     assert relative_error(y, expected) < 1e-5 and relative_error(state, expected_state) < 1e-6
+    assert before is None or torch.equal(given, before)
+
+
+@interpreted
+@pytest.mark.parametrize("per_channel", [False, True])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_sequence_of_the_delta_rule_by_windows(seen, per_channel, monkeypatch):
+    """The same, with two value heads to a key head."""
+    monkeypatch.setattr(gated_delta, "SCAN_WINDOW", 4)
+    generator = torch.Generator().manual_seed(int(seen))
+    rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    b, tokens, h, m, c, d = 2, 11, 2, 1, 8, 10
+    q, k, v, beta = rand(b, tokens, m, c), rand(b, tokens, m, c), rand(b, tokens, h, d), rand(b, tokens, h).sigmoid()
+    g = -rand(b, tokens, h, *[c] * per_channel).exp() / 4
+    g[1, -1] = beta[1, -1] = 0  # a masked token
+    initial = rand(b, h, c, d) if seen else torch.zeros(b, h, c, d, dtype=torch.float64)
+    held = [k.transpose(1, 2), rand(b, h, tokens, d), g.transpose(1, 2)]
+    expected, held[1] = gated_delta.replay(q, v, beta, *held, initial, 0, tokens)
+    held[1] = held[1].transpose(1, 2)
+    expected_state = gated_delta.fold(*held, initial, tokens)
+    given = initial.float() if seen else None
+    before = None if given is None else given.clone()
+    y, state = gated_delta.scan_triton(*(tensor.float() for tensor in (q, k, v, g, beta)), given)
+    assert relative_error(y, expected) < 1e-5 and relative_error(state, expected_state) < 1e-5
     assert before is None or torch.equal(given, before)
 
 

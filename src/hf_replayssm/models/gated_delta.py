@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..layers import ReplayLayer
-from ..ops import rms_norm
+from ..ops import gated_delta, rms_norm
 from ..ops.mamba2 import FUSED_ACTIVATIONS, accumulate_dtype
 from ..positions import Segment
 from .mixer import ReplayMixer, is_reference, outside_autocast
@@ -86,21 +86,23 @@ class ReplayGatedDeltaMixer(ReplayMixer):
     ) -> torch.Tensor:
         """A prefill's tokens, behind the whole state."""
         chunk = getattr(sys.modules[self._replaced_class.__module__], self.chunk_function)
-        options = {}
-        if is_reference(chunk) and not torch.compiler.is_compiling():
-            # The PyTorch path pads to whole chunks.
-            options["chunk_size"] = min(CHUNK_SIZE, max(16, 1 << (q.shape[1] - 1).bit_length()))
-        y, state = chunk(
-            q,
-            k,
-            v,
-            g=g,
-            beta=beta,
-            initial_state=layer.state_before_scan(q, segment),
-            output_final_state=True,
-            use_qk_l2norm_in_kernel=True,
-            **options,
-        )
+        initial_state = layer.state_before_scan(q, segment)
+        replaceable = is_reference(chunk) and not torch.compiler.is_compiling()
+        if replaceable and layer.uses_kernels(q):
+            y, state = gated_delta.scan_triton(q, k, v, g, beta, initial_state)
+        else:
+            y, state = chunk(
+                q,
+                k,
+                v,
+                g=g,
+                beta=beta,
+                initial_state=initial_state,
+                output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+                # No larger than needed: the PyTorch path pads to whole chunks.
+                **({"chunk_size": min(CHUNK_SIZE, max(16, 1 << (q.shape[1] - 1).bit_length()))} if replaceable else {}),
+            )
         layer.flush_to(state, segment)
         return y
 

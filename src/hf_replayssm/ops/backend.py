@@ -21,6 +21,7 @@ OPS = (
     "causal convolution",
     "RMS norms of the layers and behind the recurrence",
     "mamba2 scan of a prefill, in windows, where mamba_ssm is not installed",
+    "gated delta rule and KDA scan of a prefill, in windows, where fla is not installed",
     "mamba1 replay, one token or a window",
     "mamba1 fold (flush)",
     "mamba1 scan",
