@@ -41,7 +41,7 @@ import hf_replayssm
 
 lengths = pytest.mark.parametrize("buffer_len", BUFFER_LENS)
 NEW = 24
-TAKES_EMBEDS = ("mamba2", "granitemoehybrid")
+TAKES_EMBEDS = ("mamba2", "granitemoehybrid", "mamba", "falcon_mamba", "jamba")
 
 
 @functools.cache

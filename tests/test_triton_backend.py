@@ -31,6 +31,7 @@ from twins import Twins, eventful_session
 import hf_replayssm
 from hf_replayssm.families import FAMILIES
 from hf_replayssm.models.mixer import is_reference
+from hf_replayssm.models.norms import NORMS
 from hf_replayssm.ops import backend, mamba2
 
 
@@ -388,7 +389,8 @@ def test_the_gated_norm_of_a_16_bit_model(norm_calls):
 def test_a_norm_between_layers_is_one_call(name, plain_norm_calls):
     """In all forwards that replay, and only there; whatever watches the module sees it as before."""
     model, called = tiny_model(name), []
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    names = {name for _, name in NORMS}
+    norms = [module for module in model.modules() if type(module).__name__ in names]
     for norm in norms:
         norm.weight.copy_(torch.linspace(-1.0, 2.0, len(norm.weight)))
         norm.register_forward_hook(lambda module, args, out: called.append(out.shape[1]))

@@ -161,12 +161,12 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
     "mamba": (
         MambaConfig,
         MambaForCausalLM,
-        dict(state_size=10, num_hidden_layers=3, time_step_rank=5, use_bias=True),
+        dict(state_size=10, num_hidden_layers=3, time_step_rank=5, use_bias=True, tie_word_embeddings=False),
     ),
     "falcon_mamba": (
         FalconMambaConfig,
         FalconMambaForCausalLM,
-        dict(state_size=9, num_hidden_layers=2, time_step_rank=5),
+        dict(state_size=9, num_hidden_layers=2, time_step_rank=5, tie_word_embeddings=False),
     ),
     "jamba": (
         JambaConfig,
@@ -195,6 +195,7 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
             n_mamba_heads=2,
             mamba_d_state=10,
             mamba_dt_rank=5,
+            tie_word_embeddings=False,
         ),
     ),
 }
@@ -279,6 +280,17 @@ def _selection_of(mixer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, t
     return mixer.x_proj.weight, mixer.dt_proj.weight, mixer.dt_proj.bias
 
 
+def _draw_selection(mixer: torch.nn.Module, normal) -> None:
+    select, spread, _ = _selection_of(mixer)
+    weight = normal(select, 1.5 / math.sqrt(select.shape[-1]))
+    weight[..., : mixer.time_step_rank, :] *= 0.3
+    select.copy_(weight)
+    spread.copy_(normal(spread, 1 / math.sqrt(mixer.time_step_rank)))
+    for norm in (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c")):
+        if norm is not None:  # (Falcon-Mamba's have weights that nothing reads.)
+            norm.weight.copy_(0.5 + normal(norm.weight, 0.1))
+
+
 def dt_bias_of(mixer: torch.nn.Module) -> torch.Tensor:
     return mixer.dt_bias if hasattr(mixer, "dt_bias") else _selection_of(mixer)[2]
 
@@ -297,28 +309,19 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
     done = set()
     for mixer in mixers(model):
         inner = mixer.intermediate_size
-        mixer.in_proj.weight.copy_(normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1])))
-        if hasattr(mixer, "dt_bias"):  # Mamba-2
-            # Rows of in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias does from
-            # head to head.
-            mixer.in_proj.weight[inner + mixer.conv1d.weight.shape[0] :] *= 0.5
-            dt_bias = mixer.dt_bias
-            if isinstance(getattr(mixer.norm, "weight", None), torch.nn.Parameter):
-                mixer.norm.weight.copy_(1 + normal(mixer.norm.weight, 0.1))
+        conv_dim = mixer.conv1d.weight.shape[0]
+        weight = normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1]))
+        if hasattr(mixer, "dt_bias"):
+            # Rows of Mamba-2's in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias
+            # does from head to head.
+            weight[inner + conv_dim :] *= 0.5
         else:
-            select, spread, dt_bias = _selection_of(mixer)
-            rank = mixer.time_step_rank
-            weight = normal(select, 1.5 / math.sqrt(select.shape[-1]))
-            weight[..., :rank, :] *= 0.3
-            select.copy_(weight)
-            spread.copy_(normal(spread, 1 / math.sqrt(rank)))
-            for norm in (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c")):
-                # (Falcon-Mamba's have weights that nothing reads.)
-                if norm is not None:
-                    norm.weight.copy_(0.5 + normal(norm.weight, 0.1))
+            _draw_selection(mixer, normal)
+        mixer.in_proj.weight.copy_(weight)
         mixer.conv1d.weight.copy_(normal(mixer.conv1d.weight, 0.7) + 0.4)
         if mixer.conv1d.bias is not None:
             mixer.conv1d.bias.copy_(normal(mixer.conv1d.bias, 0.2))
+        dt_bias = dt_bias_of(mixer)
         dt = torch.exp(uniform(dt_bias, math.log(0.04), math.log(0.5)))
         dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
         mixer.A_log.copy_(uniform(mixer.A_log, math.log(0.03), math.log(0.4)))
@@ -327,6 +330,9 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
         for linear in (mixer.in_proj, mixer.out_proj):
             if linear.bias is not None:
                 linear.bias.copy_(normal(linear.bias, 0.3))
+        norm = getattr(mixer, "norm", None)
+        if isinstance(getattr(norm, "weight", None), torch.nn.Parameter):
+            norm.weight.copy_(1 + normal(norm.weight, 0.1))
         done.update(id(parameter) for parameter in mixer.parameters())
     embedding.weight.copy_(normal(embedding.weight, 0.5))
     done.add(id(embedding.weight))
