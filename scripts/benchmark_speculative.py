@@ -320,7 +320,7 @@ class Decoding:
         return self.seconds(self.plain)
 
     def speculated(self, mode: str, tokens: int, **kwargs: Any) -> torch.Tensor:
-        """`mode`: "even" or "ragged" by speculative_generate, or "upstream" (even). Sets `rounds`."""
+        """`mode`: "even" or "ragged" by speculative_generate, or "upstream" (even). Sets `rounds`, given a log."""
         prompt, drafts = self.args.prompt, self.args.drafts
         vocab = self.model.config.get_text_config(decoder=True).vocab_size
         recorded = self.reference[0][:, prompt : prompt + tokens]
@@ -332,10 +332,15 @@ class Decoding:
                 sequences = self.model.generate(self.ids, do_sample=False, **arguments)
             self.rounds = candidates.rounds
             return sequences
+        # Statistics come with the cache, which then is the caller's: the next call makes and captures one of its own.
+        # So they are for the call that is checked, not for those that are timed.
+        counted = "logits_processor" in kwargs
         with patched(speculation, PromptLookup=make):
             output = speculative_generate(
-                self.model, self.ids, do_sample=False, return_dict_in_generate=True, **arguments
+                self.model, self.ids, do_sample=False, return_dict_in_generate=counted, **arguments
             )
+        if not counted:
+            return output
         self.rounds = output.statistics.rounds
         return output.sequences
 
