@@ -22,7 +22,7 @@ transformers.logging.set_verbosity_error()
 
 @pytest.fixture(params=FAMILY_NAMES)
 def family(request: pytest.FixtureRequest) -> str:
-    """Each Mamba-2 family of transformers once."""
+    """Each supported family of transformers once."""
     return request.param
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import (
+    PURE_NAMES,
     Session,
     assert_same_logits,
     assert_unchanged,
@@ -26,12 +27,12 @@ from tiny_models import (
 from transformers import (
     DynamicCache,
     GenerationConfig,
-    JambaConfig,
-    JambaForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     StaticCache,
 )
 
@@ -67,28 +68,38 @@ def llama() -> LlamaForCausalLM:
     )
 
 
-def mamba1() -> MambaForCausalLM:
-    return MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=8))
-
-
-def jamba() -> JambaForCausalLM:
-    return JambaForCausalLM(
-        JambaConfig(
+def lfm2() -> Lfm2ForCausalLM:
+    """Convolutions with a history, and no recurrent state."""
+    return Lfm2ForCausalLM(
+        Lfm2Config(
             vocab_size=64,
             hidden_size=32,
             intermediate_size=40,
             num_hidden_layers=2,
             num_attention_heads=2,
             num_key_value_heads=2,
-            attn_layer_period=2,
-            attn_layer_offset=1,
-            num_experts=2,
-            use_mamba_kernels=False,
+            layer_types=["conv", "full_attention"],
         )
     )
 
 
-@pytest.mark.parametrize("make", [llama, mamba1, jamba])
+def minimax() -> MiniMaxForCausalLM:
+    """A recurrent state of another kind."""
+    return MiniMaxForCausalLM(
+        MiniMaxConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=2,
+            layer_types=["linear_attention", "full_attention"],
+        )
+    )
+
+
+@pytest.mark.parametrize("make", [llama, lfm2, minimax])
 def test_an_unsupported_model(make):
     """The message names the model and the families that are supported, and the model stays as it was."""
     model = make()
@@ -385,7 +396,7 @@ def test_right_padding_in_a_cached_prefill(family: str):
 def test_masks_of_a_wrong_shape(family: str):
     made = warm(family)
     # A pure state-space model looks at the newest columns only, so any longer mask will do.
-    lengths = [] if family == "mamba2" else [(2, 3), (2, 5), (2, 100)]
+    lengths = [] if family in PURE_NAMES else [(2, 3), (2, 5), (2, 100)]
     for shape in (*lengths, (3, 1), (1, 10), (2, 0), (2,)):
         refused(made, "mask|batch", input_ids=random_ids(2, 1), attention_mask=torch.ones(shape, dtype=torch.long))
     made.verify()
@@ -437,7 +448,7 @@ def test_packed_sequences(family: str):
         {"seq_idx": torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1]], dtype=torch.int32)},
         {"cu_seq_lens_q": lengths, "cu_seq_lens_k": lengths, "max_length_q": 4, "max_length_k": 4},
     ]
-    if family != "mamba2":
+    if family not in PURE_NAMES:
         packed.append({"position_ids": positions})
     for inputs in packed:
         made = Session(family, 1, buffer_len=4)

@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from tiny_models import (
     FAMILY_NAMES,
+    PURE_NAMES,
     assert_same_logits,
     copy_of,
     enabled_model,
@@ -406,7 +407,7 @@ def test_a_device_map(family: str, tmp_path):
 def with_lora(model):
     from peft import LoraConfig, get_peft_model
 
-    targets = ["in_proj", "q_proj", "v_proj"] if model.config.model_type != "mamba2" else ["in_proj"]
+    targets = ["in_proj", "q_proj", "v_proj"] if model.config.model_type not in PURE_NAMES else ["in_proj"]
     torch.manual_seed(3)
     return get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
 

@@ -12,7 +12,11 @@ import functools
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from tiny_models import mixers, tiny_model
+from tiny_models import (
+    MAMBA2_NAMES,
+    mixers,
+    tiny_model,
+)
 from torch.nn.utils import parametrize, prune
 
 from hf_replayssm.families import FAMILIES
@@ -31,7 +35,7 @@ def _mixer(family: str) -> torch.nn.Module:
 
 
 def test_every_family_has_its_norm_in_the_table():
-    assert {model_type for model_type, _ in GATED_NORMS} == set(FAMILIES)
+    assert {model_type for model_type, _ in GATED_NORMS} == set(MAMBA2_NAMES)
     for model_type, name in GATED_NORMS:
         assert type(module(model_type)) is FAMILIES[model_type].load(name)
 
@@ -40,10 +44,11 @@ def test_every_norm_between_layers_is_in_the_table():
     assert {model_type for model_type, _ in NORMS} == set(FAMILIES)
     for family in FAMILIES:
         found = {type(m).__name__ for m in tiny_model(family).modules() if type(m).__name__.endswith("RMSNorm")}
+        found.discard("FalconMambaWeightlessRMSNorm")  # whose weight is not read
         assert found == {name for model_type, name in NORMS if model_type == family}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", MAMBA2_NAMES)
 def test_how_a_module_is_read(family):
     norm, mixer = module(family), _mixer(family)
     known = as_rms_norm(norm)

@@ -543,7 +543,7 @@ def test_one_graph_for_steps_and_one_for_windows(family, model, graphs):
     assert made == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("family", ["mamba2", "zamba2", "granitemoehybrid"])
+@pytest.mark.parametrize("family", ["mamba2", "zamba2", "granitemoehybrid", "mamba", "zamba"])
 def test_generate_compiles_by_itself(family, model, graphs):
     ids = random_ids(2, 7)
     expected = greedy_without_cache(shared_model(family), ids, 20)
@@ -555,7 +555,7 @@ def test_generate_compiles_by_itself(family, model, graphs):
     assert graphs.count == 1
 
 
-@pytest.mark.parametrize("family", ["bamba"])
+@pytest.mark.parametrize("family", ["bamba", "jamba"])
 def test_chunks_of_a_prompt_are_compiled(family, model, graphs):
     ids = random_ids(2, 12)
     expected = greedy_without_cache(shared_model(family), ids, 6)
@@ -661,7 +661,7 @@ def test_captured_steps(family, model, tapes):
     assert len(tapes) == 1 and tapes[0].recordings <= 2  # positions of each row are another shape
 
 
-@pytest.mark.parametrize("family", ["mamba2", "zamba2", "falcon_h1"])
+@pytest.mark.parametrize("family", ["mamba2", "zamba2", "falcon_h1", "jamba"])
 def test_captured_windows(family, model, tapes):
     """Drafts of a batch: the target's windows, and the draft's steps, one graph each."""
     ids = random_ids(3, 6)

@@ -29,8 +29,8 @@ from tiny_models import (
 import hf_replayssm
 from hf_replayssm.cache import ReplayCache
 from hf_replayssm.layers import InputBuffer, ReplayLayer
-from hf_replayssm.ops import mamba2 as ops
 from hf_replayssm.positions import Positions, Rows, Segment
+from hf_replayssm.recurrences import RECURRENCES
 
 
 def rollbacks(name: str, model=None) -> None:
@@ -172,32 +172,38 @@ def the_fold_never_happens(patch) -> None:
     patch.setattr(ReplayLayer, "_write_checkpoint", lambda self, state, count: None)
 
 
+def broken_folds(patch, broken) -> None:
+    """`broken(fold, inputs, checkpoint, count)` in place of every recurrence's `fold(inputs, checkpoint, count)`."""
+    for recurrence in RECURRENCES.values():
+        original = recurrence.fold
+
+        def fold(self, inputs, constants, checkpoint, count, original=original):
+            right = lambda inputs, checkpoint, count: original(self, inputs, constants, checkpoint, count)  # noqa: E731
+            return broken(right, inputs, checkpoint, count)
+
+        patch.setattr(recurrence, "fold", fold)
+
+
 def the_fold_happens_twice(patch) -> None:
-    fold = ops.fold
+    def broken(fold, inputs, checkpoint, count):
+        return fold(inputs, fold(inputs, checkpoint, count), count)
 
-    def broken(x, B, dt, A, checkpoint, count):
-        return fold(x, B, dt, A, fold(x, B, dt, A, checkpoint, count), count)
-
-    patch.setattr(ops, "fold", broken)
+    broken_folds(patch, broken)
 
 
 def the_fold_misses_the_newest_token(patch) -> None:
-    fold = ops.fold
-
-    def broken(x, B, dt, A, checkpoint, count):
+    def broken(fold, inputs, checkpoint, count):
         fewer = (count - 1).clamp(min=0) if isinstance(count, torch.Tensor) else max(count - 1, 0)
-        return fold(x, B, dt, A, checkpoint, fewer)
+        return fold(inputs, checkpoint, fewer)
 
-    patch.setattr(ops, "fold", broken)
+    broken_folds(patch, broken)
 
 
 def the_fold_forgets_the_decay(patch) -> None:
-    fold = ops.fold
+    def broken(fold, inputs, checkpoint, count):
+        return fold(inputs, torch.zeros_like(checkpoint), count) + checkpoint.float()
 
-    def broken(x, B, dt, A, checkpoint, count):
-        return fold(x, B, dt, A, torch.zeros_like(checkpoint), count) + checkpoint.float()
-
-    patch.setattr(ops, "fold", broken)
+    broken_folds(patch, broken)
 
 
 def folded_inputs_stay_in_the_buffer(patch) -> None:
@@ -275,14 +281,13 @@ def a_token_is_written_to_another_slot(patch) -> None:
 
 def a_read_goes_one_slot_too_far(patch) -> None:
     """The slot is full of NaN, and is weighted with zero instead of being masked by `where`."""
-    fold = ops.fold
 
-    def broken(x, B, dt, A, checkpoint, count):
-        slot = int(count.max()) if isinstance(count, torch.Tensor) else count
-        stray = 0.0 * x[:, :, slot].sum() if slot < x.shape[2] else 0.0
-        return fold(x, B, dt, A, checkpoint, count) + stray
+    def broken(fold, inputs, checkpoint, count):
+        slot, first = int(count.max()) if isinstance(count, torch.Tensor) else count, inputs[0]
+        stray = 0.0 * first[:, :, slot].sum() if slot < first.shape[2] else 0.0
+        return fold(inputs, checkpoint, count) + stray
 
-    patch.setattr(ops, "fold", broken)
+    broken_folds(patch, broken)
 
 
 def reorder_forgets_the_buffer(patch) -> None:

@@ -14,6 +14,8 @@ from tiny_models import (
     FAMILIES,
     FAMILY_NAMES,
     FIRST_TOKEN,
+    MAMBA1_NAMES,
+    PURE_NAMES,
     RTOL,
     UPSTREAM_STEP_DIFFERS,
     VOCAB,
@@ -45,7 +47,7 @@ def decode_step(name: str, change=None) -> torch.Tensor:
     if change is not None:
         change(cache)
     # Bamba counts positions from zero unless it is told.
-    positions = {} if family_of(name) == "mamba2" else {"position_ids": torch.tensor([[PROMPT]])}
+    positions = {} if family_of(name) in PURE_NAMES else {"position_ids": torch.tensor([[PROMPT]])}
     return model(input_ids=ids[:, PROMPT:], cache=cache, use_cache=True, **positions).logits[:, -1]
 
 
@@ -108,7 +110,7 @@ def test_every_token_is_remembered(name: str):
     assert relative_error(shifted, right) > 20 * RTOL
 
 
-@pytest.mark.parametrize("name", ALL_NAMES)
+@pytest.mark.parametrize("name", [name for name in ALL_NAMES if family_of(name) not in MAMBA1_NAMES])
 def test_the_limit_of_dt_bites(name: str):
     """Where a family limits dt, some of the time steps are really limited, and the others are not."""
     model = shared_model(name)
@@ -145,12 +147,17 @@ def test_the_shapes_are_hard(family: str):
     """Groups > 1 with several heads each, no two axes of one length, and attention and recurrence side by side."""
     model = shared_model(family)
     for mixer in mixers(model):
+        assert mixer.conv_kernel_size == 4
+        if family in MAMBA1_NAMES:
+            heads, sizes = getattr(mixer, "n_mamba_heads", 1), (mixer.time_step_rank, mixer.ssm_state_size, 4)
+            assert (heads == 2) == (family == "zamba")
+            assert len({heads, mixer.intermediate_size // heads, *sizes}) == 5
+            continue
         heads = mixer.D.shape[0]
         assert mixer.n_groups == 2 and heads // mixer.n_groups == 3
-        assert mixer.conv_kernel_size == 4
         assert len({heads, mixer.head_dim, mixer.ssm_state_size, mixer.n_groups, mixer.conv_kernel_size}) == 5
     assert len(mixers(model)) >= 2
-    assert has_attention(model.config) == (family != "mamba2")
+    assert has_attention(model.config) == (family not in PURE_NAMES)
     assert sum(parameter.numel() for parameter in model.parameters()) < 200_000
     assert not model.training and all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
@@ -158,7 +165,7 @@ def test_the_shapes_are_hard(family: str):
 def test_biases_of_the_input_projection():
     """Padding can only be told from zeroed inputs where in_proj has a bias."""
     with_bias = {family for family in FAMILY_NAMES if mixers(shared_model(family))[0].in_proj.bias is not None}
-    assert with_bias == {"mamba2", "zamba2", "granitemoehybrid"}
+    assert with_bias == {"mamba2", "zamba2", "granitemoehybrid", "mamba", "jamba"}
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

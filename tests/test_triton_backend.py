@@ -60,6 +60,16 @@ SMALL = {
         ),
     ),
     "falcon_h1": ("falcon_h1", dict(mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, num_hidden_layers=1)),
+    "mamba": ("mamba", dict(hidden_size=16, num_hidden_layers=1)),
+    "falcon_mamba, another activation": (
+        "falcon_mamba",
+        dict(hidden_size=16, num_hidden_layers=1, hidden_act="gelu", use_conv_bias=False),
+    ),
+    "jamba": (
+        "jamba",
+        dict(hidden_size=16, num_hidden_layers=2, attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    ),
+    "zamba": ("zamba", dict(hidden_size=16, num_hidden_layers=2, layers_block_type=["hybrid", "hybrid"])),
 }
 
 
@@ -100,16 +110,27 @@ def test_a_low_precision_checkpoint():
 
 
 @interpreted
-@pytest.mark.parametrize(("name", "kernel"), [("mamba2", "decode"), ("mamba2, another activation", "step")])
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        ("mamba2", ["mamba2_decode"]),
+        ("mamba2, another activation", ["mamba2_step"]),
+        ("mamba", ["causal_conv", "mamba1_step"]),
+        ("falcon_mamba, another activation", ["mamba1_step"]),
+    ],
+)
 @torch.no_grad()
-def test_a_segment_is_one_call(name, kernel, monkeypatch):
-    """Whatever happens in it: no PyTorch op stands in for a flush, for masked tokens or for rows apart."""
+def test_a_segment_is_one_call(name, kernels, monkeypatch):
+    """
+    Whatever happens in it (of Mamba-1, around the projections that stand behind the convolution): no PyTorch op stands
+    in for a flush, for masked tokens or for rows apart.
+    """
     calls = []
-    for op in ("decode", "step", "fold"):
-        function = getattr(replayssm_kernels, f"mamba2_{op}")
+    for op in ("mamba2_decode", "mamba2_step", "mamba2_fold", "mamba1_step", "mamba1_fold", "causal_conv"):
+        function = getattr(replayssm_kernels, op)
         monkeypatch.setattr(
             replayssm_kernels,
-            f"mamba2_{op}",
+            op,
             lambda *args, op=op, function=function, **kwargs: (calls.append(op), function(*args, **kwargs))[1],
         )
     layer_class = hf_replayssm.layers.ReplayLayer
@@ -125,13 +146,13 @@ def test_a_segment_is_one_call(name, kernel, monkeypatch):
     cache.crop(torch.tensor([-1, -2]))
     cache.record_past = False
     model(input_ids=random_ids(2, 1), cache=cache)  # flushes
-    assert cache.stats.checkpoint_writes > 0 and calls == [kernel] * 4
+    assert cache.stats.checkpoint_writes > 0 and calls == kernels * 4
     cache.get_recurrent_state(0)
-    assert calls[4:] == ["fold"]
+    assert calls[len(kernels) * 4 :] == [kernels[-1].split("_")[0] + "_fold"]
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["mamba2", "mamba2, another activation"])
+@pytest.mark.parametrize("name", ["mamba2", "mamba2, another activation", "mamba", "zamba"])
 @torch.no_grad()
 def test_autocast_changes_the_dtype_on_the_way(name):
     """The buffers keep the dtype of the first forward; activations of another one are cast to it."""

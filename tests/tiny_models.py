@@ -1,4 +1,4 @@
-"""Tiny random models of the six Mamba-2 families, and the comparisons that the tests share.
+"""Tiny random models of the supported families, and the comparisons that the tests share.
 
 The weights are drawn anew (not transformers' initialisation), because with the usual one a test passes that should
 not: convolution weights are small and the skip `D x` drowns the state, so that a cache which never rolls back looks
@@ -19,15 +19,23 @@ from transformers import (
     DynamicCache,
     FalconH1Config,
     FalconH1ForCausalLM,
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
     GraniteMoeHybridConfig,
     GraniteMoeHybridForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     PreTrainedModel,
     Zamba2Config,
     Zamba2ForCausalLM,
+    ZambaConfig,
+    ZambaForCausalLM,
 )
 
 
@@ -39,8 +47,8 @@ _COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "pad_token_id": 0, "bos_token
 _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 56}
 _ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}, "max_position_embeddings": 4096}
 
-# Six heads in two groups everywhere, so three heads share one B and C; the dimensions differ from one another, so that
-# no two axes can be taken for each other.
+# Of Mamba-2 six heads in two groups everywhere, so three heads share one B and C; the dimensions differ from one
+# another, so that no two axes can be taken for each other.
 FAMILIES: dict[str, tuple[type, type, dict]] = {
     "mamba2": (
         Mamba2Config,
@@ -150,8 +158,50 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
             logits_scaling=1.1,
         ),
     ),
+    "mamba": (
+        MambaConfig,
+        MambaForCausalLM,
+        dict(state_size=10, num_hidden_layers=3, time_step_rank=5, use_bias=True),
+    ),
+    "falcon_mamba": (
+        FalconMambaConfig,
+        FalconMambaForCausalLM,
+        dict(state_size=9, num_hidden_layers=2, time_step_rank=5),
+    ),
+    "jamba": (
+        JambaConfig,
+        JambaForCausalLM,
+        dict(
+            **_ATTENTION,
+            num_hidden_layers=4,
+            attn_layer_period=4,
+            attn_layer_offset=2,
+            expert_layer_period=2,
+            expert_layer_offset=1,
+            num_experts=4,
+            num_experts_per_tok=2,
+            mamba_d_state=10,
+            mamba_dt_rank=5,
+            mamba_proj_bias=True,
+        ),
+    ),
+    "zamba": (
+        ZambaConfig,
+        ZambaForCausalLM,
+        dict(
+            **{**_ATTENTION, "num_key_value_heads": 4},
+            num_hidden_layers=4,
+            layers_block_type=["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            n_mamba_heads=2,
+            mamba_d_state=10,
+            mamba_dt_rank=5,
+        ),
+    ),
 }
 FAMILY_NAMES = tuple(FAMILIES)
+MAMBA1_NAMES = ("mamba", "falcon_mamba", "jamba", "zamba")
+MAMBA2_NAMES = tuple(name for name in FAMILY_NAMES if name not in MAMBA1_NAMES)
+PURE_NAMES = ("mamba2", "mamba", "falcon_mamba")  # without attention, and without position ids
 
 # With the gated norm the mixer's output is about 1, without it several times that.
 _NORMED = {"mamba_rms_norm": True, "ssm_out_multiplier": 1.3, "attention_out_multiplier": 0.8}
@@ -179,6 +229,9 @@ VARIANTS: dict[str, tuple[str, dict]] = {
     "falcon_h1_norm_after_gate": ("falcon_h1", {"mamba_norm_before_gate": False, **_NORMED}),
     "falcon_h1_bias_kernel3": ("falcon_h1", {"mamba_proj_bias": True, "projectors_bias": True, "mamba_d_conv": 3}),
     "granitemoehybrid_dense": ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": None}),
+    "mamba_kernel3": ("mamba", {"conv_kernel": 3, "use_bias": False, "use_conv_bias": False}),
+    "jamba_dense": ("jamba", {"num_experts": 1, "num_experts_per_tok": 1, "mamba_proj_bias": False}),
+    "zamba_one_head": ("zamba", {"n_mamba_heads": 1, "mamba_proj_bias": True}),
 }
 VARIANT_NAMES = tuple(VARIANTS)
 # The variants cheap and different enough to take part in the default run of the invariants.
@@ -202,8 +255,8 @@ def tiny_config(name: str, **overrides):
 
 
 def mixers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The Mamba-2 mixers of a model, in layer order."""
-    return [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "dt_bias")]
+    """The recurrent mixers of a model, in layer order."""
+    return [module for module in model.modules() if hasattr(module, "A_log") and hasattr(module, "conv1d")]
 
 
 def replay_layers(cache) -> list:
@@ -219,6 +272,17 @@ def has_attention(config) -> bool:
     return any(kind in ("full_attention", "hybrid") for kind in config.layer_types)
 
 
+def _selection_of(mixer: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a Mamba-1 mixer what makes dt, B and C of x, the weight of dt behind that, and the bias of dt."""
+    if hasattr(mixer, "x_proj_weight"):  # Zamba
+        return mixer.x_proj_weight, mixer.dt_proj_weight, mixer.dt_proj_bias
+    return mixer.x_proj.weight, mixer.dt_proj.weight, mixer.dt_proj.bias
+
+
+def dt_bias_of(mixer: torch.nn.Module) -> torch.Tensor:
+    return mixer.dt_bias if hasattr(mixer, "dt_bias") else _selection_of(mixer)[2]
+
+
 @torch.no_grad()
 def _draw_weights(model: PreTrainedModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(1000 + seed)
@@ -232,27 +296,37 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     done = set()
     for mixer in mixers(model):
-        inner = mixer.D.shape[0] * mixer.head_dim
-        conv_dim = mixer.conv1d.weight.shape[0]
-        heads = mixer.D.shape[0]
-        # Rows of in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias does from head
-        # to head.
-        weight = normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1]))
-        weight[inner + conv_dim :] *= 0.5
-        mixer.in_proj.weight.copy_(weight)
+        inner = mixer.intermediate_size
+        mixer.in_proj.weight.copy_(normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1])))
+        if hasattr(mixer, "dt_bias"):  # Mamba-2
+            # Rows of in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias does from
+            # head to head.
+            mixer.in_proj.weight[inner + mixer.conv1d.weight.shape[0] :] *= 0.5
+            dt_bias = mixer.dt_bias
+            if isinstance(getattr(mixer.norm, "weight", None), torch.nn.Parameter):
+                mixer.norm.weight.copy_(1 + normal(mixer.norm.weight, 0.1))
+        else:
+            select, spread, dt_bias = _selection_of(mixer)
+            rank = mixer.time_step_rank
+            weight = normal(select, 1.5 / math.sqrt(select.shape[-1]))
+            weight[..., :rank, :] *= 0.3
+            select.copy_(weight)
+            spread.copy_(normal(spread, 1 / math.sqrt(rank)))
+            for norm in (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c")):
+                # (Falcon-Mamba's have weights that nothing reads.)
+                if norm is not None:
+                    norm.weight.copy_(0.5 + normal(norm.weight, 0.1))
         mixer.conv1d.weight.copy_(normal(mixer.conv1d.weight, 0.7) + 0.4)
         if mixer.conv1d.bias is not None:
             mixer.conv1d.bias.copy_(normal(mixer.conv1d.bias, 0.2))
-        dt = torch.exp(uniform(mixer.dt_bias, math.log(0.04), math.log(0.5)))
-        mixer.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        dt = torch.exp(uniform(dt_bias, math.log(0.04), math.log(0.5)))
+        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
         mixer.A_log.copy_(uniform(mixer.A_log, math.log(0.03), math.log(0.4)))
         mixer.D.copy_(normal(mixer.D, 0.1))
         mixer.out_proj.weight.copy_(normal(mixer.out_proj.weight, 1.5 / math.sqrt(inner)))
         for linear in (mixer.in_proj, mixer.out_proj):
             if linear.bias is not None:
                 linear.bias.copy_(normal(linear.bias, 0.3))
-        if heads and isinstance(getattr(mixer.norm, "weight", None), torch.nn.Parameter):
-            mixer.norm.weight.copy_(1 + normal(mixer.norm.weight, 0.1))
         done.update(id(parameter) for parameter in mixer.parameters())
     embedding.weight.copy_(normal(embedding.weight, 0.5))
     done.add(id(embedding.weight))
@@ -422,7 +496,7 @@ _reference_states: dict[tuple[str, tuple[int, ...]], tuple[list[torch.Tensor], l
 
 @torch.no_grad()
 def reference_states(name: str, rows: list[list[int]]) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """For each row of tokens its states per Mamba layer: recurrent (heads, head_dim, state), convolution (dim, kernel).
+    """For each row of tokens its states per recurrent layer, in upstream's shapes: recurrent, and of the convolution.
 
     From upstream's cache after one forward over the whole sequence, which applies the dt limit. Rows of one length
     share a forward, and the last few hundred results are kept."""
@@ -434,18 +508,16 @@ def reference_states(name: str, rows: list[list[int]]) -> list[tuple[list[torch.
         missing = sorted(set(keys), key=lambda key: len(key[1]))
     for length, group in itertools.groupby(missing, key=lambda key: len(key[1])):
         group = list(group)
-        if length == 0:
-            recurrent = [torch.zeros(m.D.shape[0], m.head_dim, m.ssm_state_size) for m in mixers(model)]
-            convolution = [torch.zeros(m.conv1d.weight.shape[0], m.conv_kernel_size) for m in mixers(model)]
-            _reference_states[group[0]] = recurrent, convolution
-            continue
         cache = DynamicCache(config=model.config)
-        model(input_ids=torch.tensor([tokens for _, tokens in group]), cache=cache, use_cache=True)
+        # (Of an empty row the states are those of any other, at zero.)
+        rows = [tokens if length else (FIRST_TOKEN,) for _, tokens in group]
+        model(input_ids=torch.tensor(rows), cache=cache, use_cache=True)
         layers = [cache.layers[index] for index in mamba_layer_indices(model.config)]
+        scale = 1 if length else 0
         for row, key in enumerate(group):
             _reference_states[key] = (
-                [layer.recurrent_states[0][row].clone() for layer in layers],
-                [layer.conv_states[0][row].clone() for layer in layers],
+                [layer.recurrent_states[0][row] * scale for layer in layers],
+                [layer.conv_states[0][row] * scale for layer in layers],
             )
     return [_reference_states[key] for key in keys]
 

@@ -100,6 +100,11 @@ class ReplayCache(Cache):
         self.replay_config = (replay_config or ReplayConfig()).replace(**fields)
         text_config = config.get_text_config(decoder=True)
         self.signature = signature(text_config)  # raises for an unsupported model
+        if self.replay_config.time_step_limit is not None and not self.signature.recurrence.has_time_step_limit:
+            raise ValueError(
+                f"`time_step_limit` overrides a limit on dt that models of type {self.signature.model_type!r} do not "
+                "have: leave it out."
+            )
         super().__init__(layers=self._make_layers(text_config))
         self.replay_layers = [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
         self._own_layers()

@@ -48,6 +48,7 @@ class Family:
 
 
 _MAMBA_NAMES = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
+_MAMBA1_NAMES = (lambda config: 1, "intermediate_size", "state_size", "conv_kernel")
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -76,6 +77,33 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("falcon_h1", "FalconH1Mixer", "FalconH1Model", "mamba2", _MAMBA_NAMES),
         Family("granitemoehybrid", "GraniteMoeHybridMambaLayer", "GraniteMoeHybridModel", "mamba2", _MAMBA_NAMES),
+        Family("mamba", "MambaMixer", "MambaModel", "mamba1", _MAMBA1_NAMES),
+        Family("falcon_mamba", "FalconMambaMixer", "FalconMambaModel", "mamba1", _MAMBA1_NAMES),
+        Family(
+            "jamba",
+            "JambaMambaMixer",
+            "JambaModel",
+            "mamba1",
+            (
+                lambda config: 1,
+                lambda config: config.mamba_expand * config.hidden_size,
+                "mamba_d_state",
+                "mamba_d_conv",
+            ),
+        ),
+        Family(
+            "zamba",
+            "ZambaMambaMixer",
+            "ZambaModel",
+            "mamba1",
+            (
+                "n_mamba_heads",
+                lambda config: config.mamba_expand * config.hidden_size // config.n_mamba_heads,
+                "mamba_d_state",
+                "mamba_d_conv",
+                lambda config: True,
+            ),
+        ),
     )
 }
 

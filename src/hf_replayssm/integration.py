@@ -24,6 +24,7 @@ from .config import ReplayConfig
 from .families import FAMILIES, family_of_config, signature, supported_families
 from .layers import REPLAY_LAYER_TYPES
 from .models.backbone import ReplayBackbone, activation_dtype, bind, refuse_packed
+from .models.mamba1 import ReplayMamba1Mixer, ReplayZambaMixer
 from .models.mamba2 import ReplayMamba2Mixer
 from .models.mixer import ReplayMixer
 from .models.norms import ReplayRMSNorm, is_norm
@@ -33,7 +34,12 @@ from .versions import warn_outside_tested_range
 
 
 REPLAY_IMPLEMENTATIONS = ("replayssm", "replayssm_static")
-MIXERS: dict[str, type[ReplayMixer]] = {"mamba2": ReplayMamba2Mixer}  # by Family.recurrence
+# By recurrence, or by model type for a family with a class of its own.
+MIXERS: dict[str, type[ReplayMixer]] = {
+    "mamba2": ReplayMamba2Mixer,
+    "mamba1": ReplayMamba1Mixer,
+    "zamba": ReplayZambaMixer,
+}
 
 # A draft window may be a little longer than the number of drafts asked for: the bonus token, and a schedule that adds
 # two after a full match.
@@ -73,7 +79,7 @@ def enable(model: torch.nn.Module | None = None, **fields: Any) -> torch.nn.Modu
         if not isinstance(module, ReplacedClass):
             check_replaceable(module, name)
     for _, module, family in mixers:
-        replace_class(module, MIXERS[family.recurrence])
+        replace_class(module, MIXERS.get(family.model_type, MIXERS[family.recurrence]))
     for _, module, _ in backbones:
         replace_class(module, ReplayBackbone)
         module._replay_signature = signature(module.config)

@@ -237,6 +237,15 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
             positions, convolution, self.inputs.tensors(), self.constants, self.checkpoint, *operands, **options
         )
 
+    def convolve_triton(
+        self, segment: Segment, raw: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """[`convolve`] of a segment without a scan, by the kernel."""
+        self._reserve_conv(raw, weight.shape[1])
+        positions = self._kernel_positions(segment, raw.device)
+        ring = self.conv_inputs  # of the dtype of the first forward; see `decode`
+        return causal_conv.causal_conv_triton(positions, raw.to(ring.dtype), ring, weight, bias, activation)
+
     def step(self, segment: Segment, *operands: torch.Tensor, **options: Any) -> torch.Tensor:
         """[`decode`] behind `convolve`. See [`Recurrence.step_triton`]."""
         self._reserve_state(operands[0])

@@ -141,14 +141,20 @@ class Segment:
         gathered = tensor.gather(1, order[..., None].expand(-1, -1, tensor.shape[-1]))
         return torch.where(real[..., None], gathered, gathered.new_zeros(()))
 
+    def only_real(self, tensor: torch.Tensor, filler: float = 0.0) -> torch.Tensor:
+        """`tensor` (b, t, ...), in the order of [`real_first`], with `filler` behind a row's real tokens."""
+        if self.order is None:
+            return tensor
+        _, _, real = self.on(tensor.device)
+        return torch.where(real.view(*real.shape, *[1] * (tensor.dim() - 2)), tensor, tensor.new_full((), filler))
+
     def original_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """The inverse of [`real_first`] for outputs (b, t, ...): zeros at masked columns."""
         if self.order is None:
             return tensor
-        _, inverse, real = self.on(tensor.device)
-        shape = (*real.shape, *[1] * (tensor.dim() - 2))
-        tensor = torch.where(real.view(shape), tensor, tensor.new_zeros(()))
-        return tensor.gather(1, inverse.view(shape).expand_as(tensor))
+        _, inverse, _ = self.on(tensor.device)
+        tensor = self.only_real(tensor)
+        return tensor.gather(1, inverse.view(*inverse.shape, *[1] * (tensor.dim() - 2)).expand_as(tensor))
 
     def ring_slots(self, kernel: int, ring: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
         """

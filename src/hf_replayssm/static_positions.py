@@ -77,14 +77,20 @@ class StaticSegment:
         gathered = tensor.gather(1, here._order()[..., None].expand(-1, -1, tensor.shape[-1]))
         return torch.where(here._in_front()[..., None], gathered, gathered.new_zeros(()))
 
+    def only_real(self, tensor: torch.Tensor, filler: float = 0.0) -> torch.Tensor:
+        """`tensor` (b, t, ...), in the order of [`real_first`], with `filler` behind a row's real tokens."""
+        if self.real is None:
+            return tensor
+        real = self.to(tensor.device)._in_front()
+        return torch.where(real.view(*real.shape, *[1] * (tensor.dim() - 2)), tensor, tensor.new_full((), filler))
+
     def original_order(self, tensor: torch.Tensor) -> torch.Tensor:
         """The inverse of [`real_first`] for outputs (b, t, ...): zeros at masked columns."""
         if self.real is None:
             return tensor
-        here = self.to(tensor.device)
-        shape = (*here.real.shape, *[1] * (tensor.dim() - 2))
-        tensor = torch.where(here._in_front().view(shape), tensor, tensor.new_zeros(()))
-        return tensor.gather(1, here._order().argsort(1).view(shape).expand_as(tensor))
+        inverse = self.to(tensor.device)._order().argsort(1)
+        tensor = self.only_real(tensor)
+        return tensor.gather(1, inverse.view(*inverse.shape, *[1] * (tensor.dim() - 2)).expand_as(tensor))
 
     def new_tokens(self, index: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """

@@ -15,7 +15,9 @@ if is_available():
     from ._conv import causal_conv
     from ._norm import rms_norm
     from ._positions import COUNT, FIRST, FOLD, HELD, SEEN
+    from .mamba1 import mamba1_fold, mamba1_scan, mamba1_step
     from .mamba2 import mamba2_decode, mamba2_fold, mamba2_step
 
     __all__ += ["causal_conv", "rms_norm", "mamba2_decode", "mamba2_fold", "mamba2_step"]
+    __all__ += ["mamba1_fold", "mamba1_scan", "mamba1_step"]
     __all__ += ["SEEN", "FIRST", "HELD", "COUNT", "FOLD"]

@@ -11,7 +11,7 @@ from .perplexity import perplexity
 
 app = typer.Typer(
     name="hf-replayssm",
-    help="ReplaySSM caching of Mamba-2 hybrid models in Hugging Face transformers.",
+    help="ReplaySSM caching of Mamba hybrid models in Hugging Face transformers.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # errors are one line; see common.one_line_errors

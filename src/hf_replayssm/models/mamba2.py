@@ -11,7 +11,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from ..layers import ReplayLayer
 from ..ops import mamba2, rms_norm
 from ..positions import Segment
-from .mixer import ReplayMixer, is_reference
+from .mixer import ReplayMixer, is_reference, outside_autocast
 from .norms import as_rms_norm
 
 
@@ -25,6 +25,7 @@ class ReplayMamba2Mixer(ReplayMixer):
     def _parameters_inside(self) -> tuple[torch.Tensor | None, ...]:
         return self.dt_bias, self.D, self.conv1d.weight, self.conv1d.bias
 
+    @outside_autocast
     def _replay_segment(
         self, layer: ReplayLayer, segment: Segment, xBC: torch.Tensor, dt: torch.Tensor
     ) -> torch.Tensor:

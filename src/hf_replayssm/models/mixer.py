@@ -7,6 +7,7 @@ The parameters and submodules are upstream's, as are the long convolution and th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,8 +41,7 @@ class ReplayMixer(ReplacedClass):
         gate, *inputs = self._project(hidden_states)
         constants = layer.update_constants(lambda: self._constants(accumulate_dtype(*inputs)))
 
-        # Everything between the projections is float32 or as the activations are, also under autocast.
-        with torch.no_grad(), torch.autocast(hidden_states.device.type, enabled=False):
+        with torch.no_grad():
             outputs = [
                 segment.original_order(
                     self._replay_segment(layer, segment, *[tensor[:, segment.columns] for tensor in inputs])
@@ -69,7 +69,10 @@ class ReplayMixer(ReplacedClass):
         raise NotImplementedError
 
     def _replay_segment(self, layer: ReplayLayer, segment: Segment, *inputs: torch.Tensor) -> torch.Tensor:
-        """The segment's columns of the inputs -> y (b, t, ...), a row's real tokens first."""
+        """
+        The segment's columns of the inputs -> y (b, t, ...), a row's real tokens first. All but projections is in
+        float32 or as the activations are, also under autocast ([`outside_autocast`]).
+        """
         raise NotImplementedError
 
     def _parameters_inside(self) -> tuple[torch.Tensor | None, ...]:
@@ -79,6 +82,17 @@ class ReplayMixer(ReplacedClass):
     def _output(self, y: torch.Tensor, gate: Any, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """y of all columns -> (b, t, hidden), in `dtype` in front of the last projection."""
         raise NotImplementedError
+
+
+def outside_autocast(method: Callable) -> Callable:
+    """`method(self, layer, segment, tensor, ...)` with autocast switched off."""
+
+    @functools.wraps(method)
+    def wrapped(self, layer: ReplayLayer, segment: Segment, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+        with torch.autocast(tensor.device.type, enabled=False):
+            return method(self, layer, segment, tensor, *others)
+
+    return wrapped
 
 
 def is_reference(function: Callable) -> bool:

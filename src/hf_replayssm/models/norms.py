@@ -52,6 +52,10 @@ NORMS = {
     ("nemotron_h", "NemotronHRMSNorm"): True,
     ("granitemoehybrid", "GraniteMoeHybridRMSNorm"): False,
     ("falcon_h1", "FalconH1RMSNorm"): False,
+    ("mamba", "MambaRMSNorm"): False,
+    ("falcon_mamba", "FalconMambaRMSNorm"): False,
+    ("jamba", "JambaRMSNorm"): False,
+    ("zamba", "ZambaRMSNorm"): False,
 }
 
 

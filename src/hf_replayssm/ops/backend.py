@@ -17,6 +17,9 @@ OPS = (
     "mamba2 fold (flush)",
     "causal convolution",
     "RMS norms of the layers and behind the recurrence",
+    "mamba1 replay, one token or a window",
+    "mamba1 fold (flush)",
+    "mamba1 scan",
 )
 
 

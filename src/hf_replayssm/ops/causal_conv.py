@@ -45,3 +45,20 @@ def causal_conv(
     if bias is not None:
         out = out + bias.to(dtype)
     return activation(out).to(inputs.dtype)
+
+
+def causal_conv_triton(
+    positions: torch.Tensor,
+    inputs: torch.Tensor,
+    ring: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """
+    The same behind a ring (b, r, c) of earlier inputs, into which the new ones are written; `positions` (5, b) are
+    `Segment.kernel_positions`.
+    """
+    from replayssm_kernels import causal_conv
+
+    return causal_conv(positions, inputs, ring, weight, bias, activation)

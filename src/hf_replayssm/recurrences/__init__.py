@@ -4,9 +4,10 @@ What the cache has to know of each recurrence: one module each. How it is comput
 """
 
 from .base import Input, Recurrence, Window
+from .mamba1 import Mamba1
 from .mamba2 import Mamba2
 
 
-RECURRENCES: dict[str, type[Recurrence]] = {recurrence.name: recurrence for recurrence in (Mamba2,)}
+RECURRENCES: dict[str, type[Recurrence]] = {recurrence.name: recurrence for recurrence in (Mamba2, Mamba1)}
 
-__all__ = ["RECURRENCES", "Input", "Mamba2", "Recurrence", "Window"]
+__all__ = ["RECURRENCES", "Input", "Mamba1", "Mamba2", "Recurrence", "Window"]

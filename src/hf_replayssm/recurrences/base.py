@@ -54,6 +54,7 @@ class Recurrence(ABC):
     """
 
     name: ClassVar[str]
+    has_time_step_limit: ClassVar[bool] = False  # on dt, which `ReplayConfig.time_step_limit` overrides
     conv_kernel: int
 
     @property

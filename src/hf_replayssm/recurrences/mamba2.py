@@ -22,6 +22,7 @@ class Mamba2(Recurrence):
     conv_kernel: int
 
     name = "mamba2"
+    has_time_step_limit = True
 
     @property
     def state_shape(self) -> tuple[int, ...]:

@@ -1,0 +1,383 @@
+"""
+Mamba-1 from a checkpoint and a buffer of the inputs since: steps, windows of drafted tokens, flushes, and scans.
+
+    S_t = exp(A dt_t) S_{t-1} + dt_t x_t B_t,   y_t = (C_t S_t + D x_t) silu(z_t)
+
+The decay is one of a channel and a column of the state, so an output needs the state before it: a program holds some
+channels with all their columns in registers, reads the checkpoint once, and takes its channels through the held tokens
+and the new ones. The state is written where the last token is passed that the row folds, and otherwise not at all.
+
+Layouts: a state is (batch, group, N, P), A (group, N, P): the channels of a group lie next to each other, so a thread
+has whole channels (dt and what depends on it are computed once a channel, and the sum over columns needs no other
+thread). x and dt (batch, group, slot, P), B (batch, group, slot, N).
+
+A tile is N columns by BLOCK_P channels of a group, for one row after the other: A stays in registers for all of them.
+The loads of AHEAD tokens are under way before the first is used.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ._arithmetic import silu
+from ._positions import ring_slot, row_positions
+
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "T"])
+def _step_kernel(
+    positions_ptr,  # (5, batch)
+    x_ptr,  # (batch, T, group, P)
+    dt_ptr,  # likewise
+    b_ptr,  # (batch, T, group, N)
+    c_ptr,  # likewise
+    z_ptr,  # (batch, T, group, P), or unused
+    dt_bias_ptr,  # (group, P), or unused
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    checkpoint_ptr,
+    a_ptr,
+    d_ptr,  # (group, P), or unused
+    y_ptr,  # (batch, T, group, P)
+    batch,
+    rows,  # of a program
+    T,
+    x_stride_b, x_stride_t, x_stride_g, x_stride_p,
+    dt_stride_b, dt_stride_t, dt_stride_g, dt_stride_p,
+    b_stride_b, b_stride_t, b_stride_g,
+    c_stride_b, c_stride_t, c_stride_g,
+    z_stride_b, z_stride_t, z_stride_g, z_stride_p,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ONE: tl.constexpr,  # T = 1
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    RAW: tl.constexpr,  # dt still needs its bias and softplus
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EVICT: tl.constexpr,  # eviction policy of the checkpoint's loads
+):  # fmt: skip
+    """New tokens: appended, their outputs, and the flush of the rows that fold."""
+    tile, row0, g, n, p = _tile(rows, G, P, BLOCK_N, BLOCK_P, VECTOR)
+    # Where a row stands is read a row ahead, the first before all else: what is held can be asked for only then.
+    next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
+    n_ok, p_ok = n < N, p < P
+    ok = n_ok[:, None] & p_ok[None, :]
+    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
+    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
+    for row in range(row0, tl.minimum(row0 + rows, batch)):
+        b = tl.cast(row, tl.int64)
+        # The state first: what follows goes on while it is under way.
+        state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
+        S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        first, held, count, fold = next_first, next_held, tl.minimum(next_count, T), next_fold
+        next_row = tl.minimum(row + 1, batch - 1)
+        next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
+        x_row_ptr = x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p
+        dt_row_ptr = dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p
+        b_row_ptr = b_ptr + b * b_stride_b + g * b_stride_g + n
+        c_row_ptr = c_ptr + b * c_stride_b + g * c_stride_g + n
+        z_row_ptr = z_ptr + b * z_stride_b + g * z_stride_g + p * z_stride_p
+        y_row_ptr = y_ptr + (b * (T * G) + g) * P + p
+        x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
+        dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
+        b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
+        end = tl.where(count > 0, held, tl.minimum(held, fold))  # (without new tokens there is no output)
+
+        # The first new token before the held ones: its inputs are under way while these are replayed.
+        x, dt, B, C, z = _load_token(x_row_ptr, dt_row_ptr, b_row_ptr, c_row_ptr, z_row_ptr,
+                                     p < tl.where(count > 0, P, 0), n < tl.where(count > 0, N, 0), HAS_Z,
+                                     RAW)  # fmt: skip
+        S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
+                    N, P, SLOTS, RAW, AHEAD)  # fmt: skip
+        if ONE:
+            if count > 0:
+                _new_token(S, x, dt, B, C, z, held, fold, ring_slot(first, held, SLOTS), state_at, y_row_ptr,
+                           x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok, N, P, HAS_D, HAS_Z,
+                           RAW)  # fmt: skip
+        else:
+            for t in range(count):
+                more = t + 1 < count  # (masked loads do not touch memory)
+                next_t = tl.cast(t + 1, tl.int64)
+                next_x, next_dt, next_B, next_C, next_z = _load_token(
+                    x_row_ptr + next_t * x_stride_t, dt_row_ptr + next_t * dt_stride_t, b_row_ptr + next_t * b_stride_t,
+                    c_row_ptr + next_t * c_stride_t, z_row_ptr + next_t * z_stride_t,
+                    p < tl.where(more, P, 0), n < tl.where(more, N, 0), HAS_Z, RAW,
+                )  # fmt: skip
+                S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
+                               y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
+                               B_ok, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+                x, dt, B, C, z = next_x, next_dt, next_B, next_C, next_z
+
+
+@triton.jit
+def _new_token(
+    S, x, dt, B, C, z, place, fold, slot, state_at, y_at, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
+    B_ok, N: tl.constexpr, P: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
+):  # fmt: skip
+    """The state behind a new token, whose output is stored and which is appended at its place in the buffer."""
+    S = _advance(S, x, dt, B, A, bias, RAW)
+    y = _output(S, x, C, z, D, HAS_D, HAS_Z)
+    tl.store(y_at, y.to(y_at.dtype.element_ty), mask=p_ok)
+    tl.store(x_held_ptr + slot * P, x, mask=p_ok)
+    tl.store(dt_held_ptr + slot * P, dt, mask=p_ok)
+    tl.store(b_held_ptr + slot * N, B, mask=B_ok)
+    if place + 1 == fold:
+        tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+    return S
+
+
+@triton.jit(do_not_specialize=["batch", "rows"])
+def _fold_kernel(
+    positions_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    dt_bias_ptr,
+    checkpoint_ptr,
+    a_ptr,
+    out_ptr,  # (batch, group, N, P), or the checkpoint itself
+    batch,
+    rows,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    SLOTS: tl.constexpr,
+    INPLACE: tl.constexpr,
+    RAW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any."""
+    _, row0, g, n, p = _tile(rows, G, P, BLOCK_N, BLOCK_P, VECTOR)
+    n_ok, p_ok = n < N, p < P
+    ok = n_ok[:, None] & p_ok[None, :]
+    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
+    for row in range(row0, tl.minimum(row0 + rows, batch)):
+        b = tl.cast(row, tl.int64)
+        fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
+        if (fold > 0) | (not INPLACE):
+            at = (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
+            S = tl.load(checkpoint_ptr + at, mask=ok, other=0.0).to(tl.float32)
+            S = _replay(
+                S, checkpoint_ptr + at, x_buffer_ptr + (b * G + g) * (SLOTS * P) + p,
+                dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p, b_buffer_ptr + (b * G + g) * (SLOTS * N) + n,
+                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, N, P, SLOTS, RAW, AHEAD,
+            )  # fmt: skip
+            tl.store(out_ptr + at, S.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit(do_not_specialize=["batch", "T"])
+def _scan_kernel(
+    x_ptr,  # these as for _step_kernel
+    dt_ptr,
+    b_ptr,
+    c_ptr,
+    z_ptr,
+    dt_bias_ptr,
+    initial_ptr,  # (batch, group, N, P), or unused
+    a_ptr,
+    d_ptr,
+    y_ptr,
+    out_ptr,  # the state behind the last token, (batch, group, N, P)
+    batch,
+    T,
+    x_stride_b, x_stride_t, x_stride_g, x_stride_p,
+    dt_stride_b, dt_stride_t, dt_stride_g, dt_stride_p,
+    b_stride_b, b_stride_t, b_stride_g,
+    c_stride_b, c_stride_t, c_stride_g,
+    z_stride_b, z_stride_t, z_stride_g, z_stride_p,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    RAW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    """A whole sequence, one tile of one row: token after token, the state in registers."""
+    _, row, g, n, p = _tile(1, G, P, BLOCK_N, BLOCK_P, VECTOR)
+    n_ok, p_ok = n < N, p < P
+    ok = n_ok[:, None] & p_ok[None, :]
+    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
+    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    b = tl.cast(row, tl.int64)
+    at = (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
+    if HAS_INITIAL:
+        S = tl.load(initial_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    else:
+        S = tl.zeros((BLOCK_N, BLOCK_P), tl.float32)
+    x_ptr += b * x_stride_b + g * x_stride_g
+    dt_ptr += b * dt_stride_b + g * dt_stride_g
+    b_ptr += b * b_stride_b + g * b_stride_g
+    c_ptr += b * c_stride_b + g * c_stride_g
+    z_ptr += b * z_stride_b + g * z_stride_g
+    y_ptr += b * T * (G * P) + g * P
+    x_ptr += p * x_stride_p
+    dt_ptr += p * dt_stride_p
+    z_ptr += p * z_stride_p
+    tokens = _load_tokens(0, T, x_ptr, dt_ptr, b_ptr + n, c_ptr + n, z_ptr, x_stride_t, dt_stride_t, b_stride_t,
+                          c_stride_t, z_stride_t, n, p, N, P, HAS_Z, RAW, AHEAD)  # fmt: skip
+    for t0 in range(0, T, AHEAD):
+        next_tokens = _load_tokens(
+            t0 + AHEAD, T, x_ptr, dt_ptr, b_ptr + n, c_ptr + n, z_ptr, x_stride_t, dt_stride_t, b_stride_t, c_stride_t,
+            z_stride_t, n, p, N, P, HAS_Z, RAW, AHEAD,
+        )  # fmt: skip
+        for u in tl.static_range(AHEAD):
+            x, dt, B, C, z = tokens[u]
+            t = tl.cast(t0 + u, tl.int64)
+            S = _advance(S, x, dt, B, A, bias, RAW)
+            y = _output(S, x, C, z, D, HAS_D, HAS_Z)
+            tl.store(y_ptr + t * (G * P) + p, y.to(y_ptr.dtype.element_ty), mask=p < tl.where(t < T, P, 0))
+        tokens = next_tokens
+    tl.store(out_ptr + at, S, mask=ok)
+
+
+@triton.jit
+def _tile(rows, G: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr,
+          VECTOR: tl.constexpr):  # fmt: skip
+    """
+    Number of this program's tile, its first row, its group, columns (BLOCK_N,) and channels of the group (BLOCK_P,).
+    Neighbours in memory are neighbours in the grid. A thread gets VECTOR channels that lie next to each other, and all
+    the columns of these where a warp has 32 VECTOR channels.
+    """
+    P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
+    TILES: tl.constexpr = G * P_BLOCKS
+    tile = tl.program_id(0) % TILES
+    p = (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    p = tl.max_contiguous(tl.multiple_of(p, VECTOR), VECTOR)
+    return tile, (tl.program_id(0) // TILES) * rows, tile // P_BLOCKS, tl.arange(0, BLOCK_N), p
+
+
+@triton.jit
+def _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N: tl.constexpr, P: tl.constexpr, RAW: tl.constexpr):
+    """A log2(e) (BLOCK_N, BLOCK_P) and the bias of dt (BLOCK_P,)."""
+    A = tl.load(a_ptr + g * (N * P) + n[:, None] * P + p[None, :], mask=ok, other=0.0).to(tl.float32)
+    bias = 0.0
+    if RAW:
+        bias = tl.load(dt_bias_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32)
+    return A * LOG2_E, bias
+
+
+@triton.jit
+def _load_token(x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, p_ok, n_ok, HAS_Z: tl.constexpr, RAW: tl.constexpr):
+    """x, dt, B, C and z of a token. Masked, it has no effect: zeros, and a raw dt of minus infinity."""
+    x = tl.load(x_ptr, mask=p_ok, other=0.0)
+    dt = tl.load(dt_ptr, mask=p_ok, other=float("-inf") if RAW else 0.0)
+    B = tl.load(b_ptr, mask=n_ok, other=0.0)
+    C = tl.load(c_ptr, mask=n_ok, other=0.0)
+    z = tl.load(z_ptr, mask=p_ok, other=0.0) if HAS_Z else x
+    return x, dt, B, C, z
+
+
+@triton.jit
+def _load_tokens(
+    t0, end, x_ptr, dt_ptr, b_ptr, c_ptr, z_ptr, x_stride_t, dt_stride_t, b_stride_t, c_stride_t, z_stride_t, n, p,
+    N: tl.constexpr, P: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """AHEAD tokens from t0 on; those from `end` on have no effect."""
+    tokens = ()
+    for u in tl.static_range(AHEAD):
+        t = tl.cast(t0 + u, tl.int64)
+        tokens = tokens + (_load_token(
+            x_ptr + t * x_stride_t, dt_ptr + t * dt_stride_t, b_ptr + t * b_stride_t, c_ptr + t * c_stride_t,
+            z_ptr + t * z_stride_t, p < tl.where(t < end, P, 0), n < tl.where(t < end, N, 0), HAS_Z, RAW,
+        ),)  # fmt: skip
+    return tokens
+
+
+@triton.jit
+def _softplus(x):
+    """
+    log(1 + exp(x)) in float32, accurate for very negative x too. Every channel and token that is replayed needs one, so
+    it has to be cheap, and above all in the unit that computes exponentials and reciprocals: with e = exp(-|x|) <= 1 it
+    is max(x, 0) + log(1 + e), and log(1 + e) / e a polynomial (a minimax fit on [0, 1], relative error 5e-9).
+    """
+    e = tl.exp2(-tl.abs(x) * LOG2_E)
+    q = -0.003244023071601987 * e + 0.019851453602313995
+    q = q * e - 0.05695951730012894
+    q = q * e + 0.10603652894496918
+    q = q * e - 0.15305592119693756
+    q = q * e + 0.1967593878507614
+    q = q * e - 0.24954134225845337
+    q = q * e + 0.3332996368408203
+    q = q * e - 0.4999990165233612
+    q = q * e + 1.0
+    return tl.maximum(x, 0.0) + e * q
+
+
+@triton.jit
+def _advance(S, x, dt, B, A, bias, RAW: tl.constexpr):
+    """The state (BLOCK_N, BLOCK_P) one token later. The same for a new token as for one that is replayed."""
+    dt = dt.to(tl.float32)
+    if RAW:
+        dt = _softplus(dt + bias)
+    new = B.to(tl.float32)[:, None] * (dt * x.to(tl.float32))[None, :]
+    return S * tl.exp2(A * dt[None, :]) + new
+
+
+@triton.jit
+def _output(S, x, C, z, D, HAS_D: tl.constexpr, HAS_Z: tl.constexpr):
+    """y (BLOCK_P,) float32."""
+    y = tl.sum(S * C.to(tl.float32)[:, None], axis=0)
+    if HAS_D:
+        y += D * x.to(tl.float32)
+    if HAS_Z:
+        y *= silu(z.to(tl.float32))
+    return y
+
+
+@triton.jit
+def _replay(
+    S,
+    state_at,  # where the state after `fold` tokens is stored; nowhere with `fold` = 0
+    x_held_ptr,  # of the row and group, at channels p
+    dt_held_ptr,
+    b_held_ptr,  # at columns n
+    first,
+    end,
+    fold,
+    A,
+    bias,
+    ok,
+    n,
+    p,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    SLOTS: tl.constexpr,
+    RAW: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """The state after the `end` oldest tokens of the buffer, from the one before them."""
+    for j0 in range(0, end, AHEAD):
+        tokens = ()
+        for u in tl.static_range(AHEAD):
+            used = j0 + u < end
+            slot = ring_slot(first, tl.where(used, j0 + u, 0), SLOTS)
+            tokens = tokens + ((
+                tl.load(x_held_ptr + slot * P, mask=p < tl.where(used, P, 0), other=0.0),
+                tl.load(dt_held_ptr + slot * P, mask=p < tl.where(used, P, 0), other=0.0),
+                tl.load(b_held_ptr + slot * N, mask=n < tl.where(used, N, 0), other=0.0),
+            ),)  # fmt: skip
+        for u in tl.static_range(AHEAD):
+            if j0 + u < end:
+                x, dt, B = tokens[u]
+                S = _advance(S, x, dt, B, A, bias, RAW)
+                if j0 + u + 1 == fold:
+                    tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+    return S

@@ -1,0 +1,52 @@
+"""The Mamba-1 kernels, compiled for GPUs that are not here: see `test_compile.py`."""
+
+import pytest
+import torch
+
+
+pytest.importorskip("triton")
+from cases import BF16, F16, F32, INTERPRETED
+from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles
+
+import replayssm_kernels as kernels
+from replayssm_kernels import mamba1
+
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles, and does not interpret")
+
+
+@pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
+def compiled(request, monkeypatch):
+    """(name, result) of every kernel that a call launches."""
+    found = []
+    for name in ("_step_kernel", "_fold_kernel", "_scan_kernel"):
+        monkeypatch.setattr(mamba1, name, Compiles(getattr(mamba1, name), request.param, found))
+    monkeypatch.setattr(mamba1, "can_limit_registers", lambda device: request.param.backend == "cuda")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "checkpoint_dtype", "raw", "gate"),
+    [
+        ((2, 1, 8192, 16, 4), BF16, F32, True, True),
+        ((2, 2, 3712, 16, 28), BF16, BF16, True, True),
+        ((2, 1, 100, 8, 5), F16, F16, False, False),
+        ((2, 1, 40, 256, 3), F32, F32, True, False),
+    ],
+    ids=["Jamba", "Zamba", "state 8, float16", "state 256, float32"],
+)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_compiles_elsewhere(shape, dtype, checkpoint_dtype, raw, gate, tokens, compiled):
+    batch, groups, channels, state, slots = shape
+    zeros = lambda *size, dtype=dtype: torch.zeros(*size, dtype=dtype)  # noqa: E731
+    x, B = zeros(batch, tokens, groups, channels), zeros(batch, tokens, groups, state)
+    z = zeros(batch, tokens, groups, 2 * channels)[..., ::2] if gate else None
+    buffers = [zeros(batch, groups, slots, size) for size in (channels, state, channels)]
+    A, D = zeros(groups, state, channels, dtype=F32), zeros(groups, channels, dtype=F32)
+    checkpoint, positions = zeros(batch, groups, state, channels, dtype=checkpoint_dtype), zeros(5, batch).int()
+    bias = D if raw else None
+    kernels.mamba1_step(positions, x, B, B, x, *buffers, A, D, checkpoint, dt_bias=bias, z=z)
+    kernels.mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=bias)
+    kernels.mamba1_scan(x, B, B, x, A, D, checkpoint if gate else None, dt_bias=bias, z=z)
+    assert [name for name, _ in compiled] == ["_step_kernel", "_fold_kernel", "_scan_kernel"]
+    assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
