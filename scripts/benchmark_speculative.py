@@ -210,7 +210,7 @@ def over_cycles(times: list[float], flushed: list[bool]) -> dict[str, Any]:
 
 def measure_forwards(model, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {}
-    cycle = model._replay_config.buffer_len
+    cycle = hf_replayssm.ReplayCache(config=model.config, replay_config=model._replay_config).replay_config.buffer_len
     linears = products_of(model)
     for name, tokens in (("one", 1), ("window", args.drafts + 1)):
         forwards = Forwards(model, batch, tokens, args.prompt)
