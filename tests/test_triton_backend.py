@@ -171,45 +171,20 @@ def test_autocast_changes_the_dtype_on_the_way(name):
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [1, 4, 11])
-@pytest.mark.parametrize("seen", [False, True])
-def test_a_sequence_by_windows(seen, tokens, monkeypatch):
-    """The kernels' scan, in windows that do not divide the sequence, against the float64 reference."""
-    monkeypatch.setattr(mamba2, "SCAN_WINDOW", 4)
-    generator = torch.Generator().manual_seed(tokens)
-    rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    b, h, p, g, n = 2, 4, 8, 2, 16
-    x, B, C = rand(b, tokens, h, p), rand(b, tokens, g, n), rand(b, tokens, g, n)
-    dt, A, D = rand(b, tokens, h).exp() / 4, -rand(h).exp(), rand(h)
-    dt[1, -1] = 0  # a masked token
-    initial = rand(b, h, p, n) if seen else None
-    buffers = [tensor.transpose(1, 2) for tensor in (x, B, dt)]
-    zeros = torch.zeros(b, h, p, n, dtype=torch.float64)
-    expected = mamba2.replay(C, *buffers, A, D, zeros if initial is None else initial, 0, tokens)
-    expected_state = mamba2.fold(*buffers, A, zeros if initial is None else initial, tokens)
-    single = lambda tensor: None if tensor is None else tensor.float()  # noqa: E731
-    before = None if initial is None else (given := single(initial)).clone()
-    arguments = [single(tensor) for tensor in (x, dt, A, B, C, D)]
-    y, state = mamba2.scan_triton(*arguments, None if initial is None else given)
-    assert relative_error(y, expected) < 1e-5 and relative_error(state, expected_state) < 1e-6
-    assert before is None or torch.equal(given, before)
-
-
-@interpreted
 @pytest.mark.parametrize("fast", [True, False])
 @torch.no_grad()
 def test_who_scans_a_prompt(fast, monkeypatch):
-    """Upstream's scan where it has kernels; else ours, and none in PyTorch."""
+    """Upstream's scan where it has kernels, else ours."""
     model = hf_replayssm.enable(tiny_model("mamba2", **SMALL["mamba2"][1]), backend="triton")
     ids, calls = random_ids(2, 9), []
     expected = model(input_ids=ids, use_cache=False).logits
-    upstream, scan = sys.modules[mixers(model)[0]._replaced_class.__module__], mamba2.scan_triton
+    upstream, scan = sys.modules[mixers(model)[0]._replaced_class.__module__], mamba2.scan
     chunked = upstream.mamba2_chunk_scan
     if fast:  # a function of its own stands for one with kernels
         recorded = lambda *args, **kwargs: (calls.append("upstream"), chunked(*args, **kwargs))[1]  # noqa: E731
         monkeypatch.setattr(upstream, "mamba2_chunk_scan", recorded)
     assert is_reference(upstream.mamba2_chunk_scan) is not fast
-    monkeypatch.setattr(mamba2, "scan_triton", lambda *args: (calls.append("ours"), scan(*args))[1])
+    monkeypatch.setattr(mamba2, "scan", lambda *args: (calls.append("ours"), scan(*args))[1])
     cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=3, backend="triton")
     logits = [model(input_ids=part, cache=cache).logits for part in (ids[:, :4], ids[:, 4:5], ids[:, 5:])]
     assert_same_logits(torch.cat(logits, 1), expected)
