@@ -210,7 +210,7 @@ def over_cycles(times: list[float], flushed: list[bool]) -> dict[str, Any]:
 
 def measure_forwards(model, batch: int, args: argparse.Namespace) -> dict[str, Any]:
     row: dict[str, Any] = {}
-    cycle = model._replay_config.buffer_len
+    cycle = hf_replayssm.ReplayCache(config=model.config, replay_config=model._replay_config).replay_config.buffer_len
     linears = products_of(model)
     for name, tokens in (("one", 1), ("window", args.drafts + 1)):
         forwards = Forwards(model, batch, tokens, args.prompt)
@@ -320,7 +320,7 @@ class Decoding:
         return self.seconds(self.plain)
 
     def speculated(self, mode: str, tokens: int, **kwargs: Any) -> torch.Tensor:
-        """`mode`: "even" or "ragged" by speculative_generate, or "upstream" (even). Sets `rounds`."""
+        """`mode`: "even" or "ragged" by speculative_generate, or "upstream" (even). Sets `rounds`, given a log."""
         prompt, drafts = self.args.prompt, self.args.drafts
         vocab = self.model.config.get_text_config(decoder=True).vocab_size
         recorded = self.reference[0][:, prompt : prompt + tokens]
@@ -332,10 +332,15 @@ class Decoding:
                 sequences = self.model.generate(self.ids, do_sample=False, **arguments)
             self.rounds = candidates.rounds
             return sequences
+        # Statistics come with the cache, which then is the caller's: the next call makes and captures one of its own.
+        # So they are for the call that is checked, not for those that are timed.
+        counted = "logits_processor" in kwargs
         with patched(speculation, PromptLookup=make):
             output = speculative_generate(
-                self.model, self.ids, do_sample=False, return_dict_in_generate=True, **arguments
+                self.model, self.ids, do_sample=False, return_dict_in_generate=counted, **arguments
             )
+        if not counted:
+            return output
         self.rounds = output.statistics.rounds
         return output.sequences
 

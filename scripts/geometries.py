@@ -233,6 +233,9 @@ def _give_memory(model: PreTrainedModel) -> None:
         module.D.fill_(0.1)
         module.conv1d.weight.normal_(std=module.conv1d.kernel_size[0] ** -0.5)
         module.in_proj.weight.normal_(std=module.in_proj.in_features**-0.5)
+        # dt is near its bias. It multiplies what rounding does to the inputs, and a limit on it, which upstream applies
+        # to prompts and not to steps, is out of its reach.
+        module.in_proj.weight[-module.dt_bias.shape[0] :].mul_(0.25)
         module.out_proj.weight.normal_(std=module.out_proj.in_features**-0.5)
 
 
@@ -256,6 +259,7 @@ def _give_margin(model: PreTrainedModel) -> None:
         (best, second), tokens = logits.topk(2).values.unbind(-1), logits.argmax(-1)
         expected = (ids[0] + 1) % embedding.shape[0]
         if torch.equal(tokens, expected) and bool(((best - second) > MARGIN * best.abs()).all()):
+            embedding.mul_(2.0)  # or rounding would grow from layer to layer to the size of the logits
             return
         embedding.mul_(2**0.5)
     raise RuntimeError("The embedding does not come through to the logits: these weights give no margin.")

@@ -185,7 +185,8 @@ def test_saving_an_enabled_model(family: str, tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(ours).eval()
     assert type(loaded) is type(shared_model(family))
     ids = random_ids(1, 9, seed=5)
-    assert torch.equal(whole_forward(loaded, ids), whole_forward(shared_model(family), ids))
+    # (The same tensors; how they lie in a file may show in the last bit of a product.)
+    assert_same_logits(whole_forward(loaded, ids), whole_forward(shared_model(family), ids), 1e-5)
 
 
 def test_a_saved_model_loads_where_this_package_is_not(tmp_path):

@@ -79,7 +79,7 @@ def test_speculation_of_a_batch(family):
 
 
 def test_speculation_waits_for_the_device_once_a_round():
-    """What the models' forwards do is left out."""
+    """And once each for the prompt and the result. What the models' forwards do is left out."""
     _, enabled = pair("bamba", "auto")
     ids = random_ids(1, 9).cuda()
     drafting = {"assistant_model": enabled, "max_new_tokens": 24, "return_dict_in_generate": True, "do_sample": False}
@@ -98,7 +98,7 @@ def test_speculation_waits_for_the_device_once_a_round():
         for handle in handles:
             handle.remove()
     waits = [warning for warning in caught if "synchronizing" in str(warning.message)]
-    assert len(waits) == rounds > 2
+    assert len(waits) == rounds + 2 > 4
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)

@@ -28,6 +28,7 @@ from tiny_models import (
     random_ids,
     replay_layers,
     shared_model,
+    tiny_config,
     tiny_model,
     whole_forward,
 )
@@ -35,7 +36,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, CompileConf
 from transformers.masking_utils import flash_attention_mask
 
 import hf_replayssm
-from hf_replayssm import CropError, ReplayCache, StaticReplayCache, capture, integration, static
+from hf_replayssm import CropError, ReplayCache, ReplayConfig, StaticReplayCache, capture, integration, static
 
 
 MAX_CACHE_LEN = 260
@@ -453,6 +454,17 @@ def test_a_growing_schedule_stays_within_the_window():
     assert torch.equal(output.sequences, greedy_without_cache(shared_model("bamba"), ids, 80))
     assert output.cache.max_window == 6  # not the 40 tokens that the schedule would have come to
     assert output.cache.stats.forwards < 20
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("bamba", (16, 16)), ("mamba", (4, 3))])
+def test_the_default_buffer_len_is_the_recurrences(name, lengths):
+    config = tiny_config(name)
+    for dtype, length in zip((torch.float32, torch.bfloat16), lengths):
+        settings = ReplayConfig(checkpoint_dtype=dtype)
+        assert ReplayCache(config=config, replay_config=settings).replay_config.buffer_len == length
+        static = StaticReplayCache(config=config, max_cache_len=8, replay_config=settings)
+        assert static.replay_config == settings.replace(buffer_len=length)
+    assert ReplayCache(config=config, buffer_len=7).replay_config.buffer_len == 7
 
 
 def test_the_cache_is_kept_for_the_next_call():

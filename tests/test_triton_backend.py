@@ -31,7 +31,8 @@ from twins import Twins, eventful_session
 
 import hf_replayssm
 from hf_replayssm.models.mixer import is_reference
-from hf_replayssm.ops import backend, gated_delta, mamba2
+from hf_replayssm.models.norms import NORMS
+from hf_replayssm.ops import backend, mamba2
 
 
 pytest.importorskip("triton")
@@ -192,69 +193,20 @@ def test_autocast_changes_the_dtype_on_the_way(name):
 
 
 @interpreted
-@pytest.mark.parametrize("tokens", [1, 4, 11])
-@pytest.mark.parametrize("seen", [False, True])
-def test_a_sequence_by_windows(seen, tokens, monkeypatch):
-    """The kernels' scan, in windows that do not divide the sequence, against the float64 reference."""
-    monkeypatch.setattr(mamba2, "SCAN_WINDOW", 4)
-    generator = torch.Generator().manual_seed(tokens)
-    rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    b, h, p, g, n = 2, 4, 8, 2, 16
-    x, B, C = rand(b, tokens, h, p), rand(b, tokens, g, n), rand(b, tokens, g, n)
-    dt, A, D = rand(b, tokens, h).exp() / 4, -rand(h).exp(), rand(h)
-    dt[1, -1] = 0  # a masked token
-    initial = rand(b, h, p, n) if seen else None
-    buffers = [tensor.transpose(1, 2) for tensor in (x, B, dt)]
-    zeros = torch.zeros(b, h, p, n, dtype=torch.float64)
-    expected = mamba2.replay(C, *buffers, A, D, zeros if initial is None else initial, 0, tokens)
-    expected_state = mamba2.fold(*buffers, A, zeros if initial is None else initial, tokens)
-    single = lambda tensor: None if tensor is None else tensor.float()  # noqa: E731
-    before = None if initial is None else (given := single(initial)).clone()
-    arguments = [single(tensor) for tensor in (x, dt, A, B, C, D)]
-    y, state = mamba2.scan_triton(*arguments, None if initial is None else given)
-    assert relative_error(y, expected) < 1e-5 and relative_error(state, expected_state) < 1e-6
-    assert before is None or torch.equal(given, before)
-
-
-@interpreted
-@pytest.mark.parametrize("per_channel", [False, True])
-@pytest.mark.parametrize("seen", [False, True])
-def test_a_sequence_of_the_delta_rule_by_windows(seen, per_channel, monkeypatch):
-    """The same, with two value heads to a key head."""
-    monkeypatch.setattr(gated_delta, "SCAN_WINDOW", 4)
-    generator = torch.Generator().manual_seed(int(seen))
-    rand = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    b, tokens, h, m, c, d = 2, 11, 2, 1, 8, 10
-    q, k, v, beta = rand(b, tokens, m, c), rand(b, tokens, m, c), rand(b, tokens, h, d), rand(b, tokens, h).sigmoid()
-    g = -rand(b, tokens, h, *[c] * per_channel).exp() / 4
-    g[1, -1] = beta[1, -1] = 0  # a masked token
-    initial = rand(b, h, c, d) if seen else torch.zeros(b, h, c, d, dtype=torch.float64)
-    held = [k.transpose(1, 2), rand(b, h, tokens, d), g.transpose(1, 2)]
-    expected, held[1] = gated_delta.replay(q, v, beta, *held, initial, 0, tokens)
-    held[1] = held[1].transpose(1, 2)
-    expected_state = gated_delta.fold(*held, initial, tokens)
-    given = initial.float() if seen else None
-    before = None if given is None else given.clone()
-    y, state = gated_delta.scan_triton(*(tensor.float() for tensor in (q, k, v, g, beta)), given)
-    assert relative_error(y, expected) < 1e-5 and relative_error(state, expected_state) < 1e-5
-    assert before is None or torch.equal(given, before)
-
-
-@interpreted
 @pytest.mark.parametrize("fast", [True, False])
 @torch.no_grad()
 def test_who_scans_a_prompt(fast, monkeypatch):
-    """Upstream's scan where it has kernels; else ours, and none in PyTorch."""
+    """Upstream's scan where it has kernels, else ours."""
     model = hf_replayssm.enable(tiny_model("mamba2", **SMALL["mamba2"][1]), backend="triton")
     ids, calls = random_ids(2, 9), []
     expected = model(input_ids=ids, use_cache=False).logits
-    upstream, scan = sys.modules[mixers(model)[0]._replaced_class.__module__], mamba2.scan_triton
+    upstream, scan = sys.modules[mixers(model)[0]._replaced_class.__module__], mamba2.scan
     chunked = upstream.mamba2_chunk_scan
     if fast:  # a function of its own stands for one with kernels
         recorded = lambda *args, **kwargs: (calls.append("upstream"), chunked(*args, **kwargs))[1]  # noqa: E731
         monkeypatch.setattr(upstream, "mamba2_chunk_scan", recorded)
     assert is_reference(upstream.mamba2_chunk_scan) is not fast
-    monkeypatch.setattr(mamba2, "scan_triton", lambda *args: (calls.append("ours"), scan(*args))[1])
+    monkeypatch.setattr(mamba2, "scan", lambda *args: (calls.append("ours"), scan(*args))[1])
     cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=3, backend="triton")
     logits = [model(input_ids=part, cache=cache).logits for part in (ids[:, :4], ids[:, 4:5], ids[:, 5:])]
     assert_same_logits(torch.cat(logits, 1), expected)
@@ -435,7 +387,8 @@ def test_the_gated_norm_of_a_16_bit_model(norm_calls):
 def test_a_norm_between_layers_is_one_call(name, plain_norm_calls):
     """In all forwards that replay, and only there; whatever watches the module sees it as before."""
     model, called = tiny_model(name), []
-    norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
+    names = {name for _, name in NORMS}
+    norms = [module for module in model.modules() if type(module).__name__ in names]
     for norm in norms:
         norm.weight.copy_(torch.linspace(-1.0, 2.0, len(norm.weight)))
         norm.register_forward_hook(lambda module, args, out: called.append(out.shape[1]))

@@ -194,12 +194,12 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
     "mamba": (
         MambaConfig,
         MambaForCausalLM,
-        dict(state_size=10, num_hidden_layers=3, time_step_rank=5, use_bias=True),
+        dict(state_size=10, num_hidden_layers=3, time_step_rank=5, use_bias=True, tie_word_embeddings=False),
     ),
     "falcon_mamba": (
         FalconMambaConfig,
         FalconMambaForCausalLM,
-        dict(state_size=9, num_hidden_layers=2, time_step_rank=5),
+        dict(state_size=9, num_hidden_layers=2, time_step_rank=5, tie_word_embeddings=False),
     ),
     "jamba": (
         JambaConfig,
@@ -228,6 +228,7 @@ FAMILIES: dict[str, tuple[type, type, dict]] = {
             n_mamba_heads=2,
             mamba_d_state=10,
             mamba_dt_rank=5,
+            tie_word_embeddings=False,
         ),
     ),
     "qwen3_next": (
@@ -386,6 +387,17 @@ def first_projection(mixer: torch.nn.Module) -> torch.nn.Module:
     return next(getattr(mixer, name) for name in names if hasattr(mixer, name))
 
 
+def _draw_selection(mixer: torch.nn.Module, normal) -> None:
+    select, spread, _ = _selection_of(mixer)
+    weight = normal(select, 1.5 / math.sqrt(select.shape[-1]))
+    weight[..., : mixer.time_step_rank, :] *= 0.3
+    select.copy_(weight)
+    spread.copy_(normal(spread, 1 / math.sqrt(mixer.time_step_rank)))
+    for norm in (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c")):
+        if norm is not None:  # (Falcon-Mamba's have weights that nothing reads.)
+            norm.weight.copy_(0.5 + normal(norm.weight, 0.1))
+
+
 def dt_bias_of(mixer: torch.nn.Module) -> torch.Tensor:
     mixer = getattr(mixer, "forget_gate", mixer)
     return mixer.dt_bias if hasattr(mixer, "dt_bias") else _selection_of(mixer)[2]
@@ -433,32 +445,25 @@ def _draw_weights(model: PreTrainedModel, seed: int) -> None:
         if is_delta(mixer):
             continue
         inner = mixer.intermediate_size
-        mixer.in_proj.weight.copy_(normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1])))
-        if hasattr(mixer, "dt_bias"):  # Mamba-2
-            # Rows of in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias does from
-            # head to head.
-            mixer.in_proj.weight[inner + mixer.conv1d.weight.shape[0] :] *= 0.5
-            dt_bias = mixer.dt_bias
-            if isinstance(getattr(mixer.norm, "weight", None), torch.nn.Parameter):
-                mixer.norm.weight.copy_(1 + normal(mixer.norm.weight, 0.1))
+        conv_dim = mixer.conv1d.weight.shape[0]
+        weight = normal(mixer.in_proj.weight, 1.2 / math.sqrt(mixer.in_proj.weight.shape[1]))
+        if hasattr(mixer, "dt_bias"):
+            # Rows of Mamba-2's in_proj are (gate, x, B, C, dt): dt varies from token to token, by less than its bias
+            # does from head to head.
+            weight[inner + conv_dim :] *= 0.5
         else:
-            select, spread, dt_bias = _selection_of(mixer)
-            rank = mixer.time_step_rank
-            weight = normal(select, 1.5 / math.sqrt(select.shape[-1]))
-            weight[..., :rank, :] *= 0.3
-            select.copy_(weight)
-            spread.copy_(normal(spread, 1 / math.sqrt(rank)))
-            for norm in (getattr(mixer, f"{name}_layernorm", None) for name in ("dt", "b", "c")):
-                # (Falcon-Mamba's have weights that nothing reads.)
-                if norm is not None:
-                    norm.weight.copy_(0.5 + normal(norm.weight, 0.1))
+            _draw_selection(mixer, normal)
+        mixer.in_proj.weight.copy_(weight)
         draw_convolution(mixer)
-        draw_memory(mixer.A_log, dt_bias)
+        draw_memory(mixer.A_log, dt_bias_of(mixer))
         mixer.D.copy_(normal(mixer.D, 0.1))
         mixer.out_proj.weight.copy_(normal(mixer.out_proj.weight, 1.5 / math.sqrt(inner)))
         for linear in (mixer.in_proj, mixer.out_proj):
             if linear.bias is not None:
                 linear.bias.copy_(normal(linear.bias, 0.3))
+        norm = getattr(mixer, "norm", None)
+        if isinstance(getattr(norm, "weight", None), torch.nn.Parameter):
+            norm.weight.copy_(1 + normal(norm.weight, 0.1))
         done.update(id(parameter) for parameter in mixer.parameters())
     embedding.weight.copy_(normal(embedding.weight, 0.5))
     done.add(id(embedding.weight))

@@ -105,6 +105,7 @@ class ReplayCache(Cache):
                 f"`time_step_limit` overrides a limit on dt that models of type {self.signature.model_type!r} do not "
                 "have: leave it out."
             )
+        self.replay_config = self.signature.recurrence.settings(self.replay_config)
         super().__init__(layers=self._make_layers(text_config))
         self.replay_layers = [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
         self._own_layers()

@@ -25,9 +25,9 @@ class ReplayConfig:
     Settings of a [`ReplayCache`].
 
     Args:
-        buffer_len (`int`, defaults to 16):
+        buffer_len (`int`, *optional*):
             Tokens between two writes of the recurrent state (*flushes*). 1 is the classic step: the state is written
-            at every token.
+            at every token. By default what suits the recurrence: 16, for Mamba-1 4 (3 with a checkpoint of 16 bits).
         max_window (`int`, defaults to 24):
             Tokens that may wait for a `crop` while the past is recorded (speculative decoding). `generate` raises it
             to what the assistant asks for; the buffer of the plain variant grows when a round needs more.
@@ -47,7 +47,7 @@ class ReplayConfig:
         ValueError: a field that does not exist, or a value out of range.
     """
 
-    buffer_len: int = 16
+    buffer_len: int | None = None
     max_window: int = 24
     checkpoint_dtype: torch.dtype = torch.float32
     backend: str = "auto"
@@ -57,6 +57,8 @@ class ReplayConfig:
     def __post_init__(self) -> None:
         for name in ("buffer_len", "max_window"):
             value = getattr(self, name)
+            if value is None and name == "buffer_len":
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{name}` counts tokens: pass an integer of 1 or more, not {value!r}.")
         object.__setattr__(self, "checkpoint_dtype", _as_dtype(self.checkpoint_dtype))

@@ -206,7 +206,7 @@ def lend_static_cache(
     cache = _kept.pop(model, None)
     if (
         cache is not None
-        and cache.replay_config == settings
+        and cache.replay_config == cache.signature.recurrence.settings(settings)
         and cache.batch_size == rows
         and (cache.max_cache_len >= length or not cache.has_attention)
         and cache.is_laid_out_for_recording == recording

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_models import relative_error
 
 from hf_replayssm.ops import mamba2
 
@@ -131,3 +132,38 @@ def test_thousands_of_steps_do_not_drift():
 
     assert run(16) < 1e-6
     assert run(16) < 2 * run(1) + 1e-7
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 64, 65, 203])
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_scan_equals_the_recurrence(tokens, seen, monkeypatch):
+    """In chunks that do not divide the sequence, and in parts of it that memory allows for; masked tokens have dt 0."""
+    monkeypatch.setattr(mamba2, "SCAN_ELEMENTS", 2 * 6 * 64 * 64 * 2)
+    x, B, dt, A, D, C, state = random_layer(2, 6, 20, 16, 3, tokens, seed=tokens)
+    dt[1, :, -1] = 0.0
+    if not seen:
+        state = torch.zeros_like(state)
+    states, outputs = recurrence(x, B, dt, A, D, C, state)
+    before = state.clone()
+    by_time = [tensor.transpose(1, 2) for tensor in (x, dt, B, C)]
+    for dtype, bar in ((torch.float64, 1e-13), (torch.float32, 2e-6)):
+        new_x, new_dt, new_B, new_C = (tensor.to(dtype) for tensor in by_time)
+        y, after = mamba2.scan(new_x, new_dt, A, new_B, new_C, D, state.to(dtype) if seen else None)
+        assert y.dtype == after.dtype == dtype
+        assert relative_error(y, outputs) < bar
+        assert relative_error(after, states[:, -1]) < bar
+    assert torch.equal(state, before)
+    half, _ = mamba2.scan(by_time[0].bfloat16(), by_time[1], A, by_time[2].bfloat16(), by_time[3].bfloat16(), D, None)
+    assert half.dtype == torch.float32
+
+
+def test_a_scan_of_strong_and_weak_decays():
+    """A token that forgets all, and then tokens that forget little: what decays in between is no difference of sums."""
+    x, B, dt, _, D, C, state = random_layer(1, 4, 8, 16, 2, 150, seed=3)
+    A = -torch.tensor([1e-6, 1.0, 60.0, 4e3])
+    dt = torch.full_like(dt, 1e-4)
+    dt[..., 20::40] = 2.0
+    states, outputs = recurrence(x, B, dt, A, D, C, state)
+    y, after = mamba2.scan(*(tensor.transpose(1, 2) for tensor in (x, dt)), A,
+                           *(tensor.transpose(1, 2) for tensor in (B, C)), D, state)  # fmt: skip
+    assert relative_error(y, outputs) < 1e-5 and relative_error(after, states[:, -1]) < 1e-5

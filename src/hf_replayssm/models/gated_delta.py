@@ -14,14 +14,11 @@ from transformers.activations import ACT2FN
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..layers import ReplayLayer
-from ..ops import gated_delta, rms_norm
+from ..ops import rms_norm
 from ..ops.mamba2 import FUSED_ACTIVATIONS, accumulate_dtype
 from ..positions import Segment
 from .mixer import ReplayMixer, is_reference, outside_autocast
 from .norms import as_rms_norm
-
-
-CHUNK_SIZE = 64  # upstream's, and what its kernels are made for
 
 
 class ReplayGatedDeltaMixer(ReplayMixer):
@@ -30,6 +27,7 @@ class ReplayGatedDeltaMixer(ReplayMixer):
     _replay_forward = force_accelerate_hooks("conv1d")(ReplayMixer._replay_forward)
 
     chunk_function = "torch_chunk_gated_delta_rule"  # of upstream's module
+    largest_chunk = 64  # of its PyTorch code
     gated_norm, last_projection = "norm", "out_proj"
 
     @property
@@ -85,24 +83,21 @@ class ReplayGatedDeltaMixer(ReplayMixer):
         beta: torch.Tensor,
     ) -> torch.Tensor:
         """A prefill's tokens, behind the whole state."""
-        chunk = getattr(sys.modules[self._replaced_class.__module__], self.chunk_function)
-        initial_state = layer.state_before_scan(q, segment)
-        replaceable = is_reference(chunk) and not torch.compiler.is_compiling()
-        if replaceable and layer.uses_kernels(q):
-            y, state = gated_delta.scan_triton(q, k, v, g, beta, initial_state)
-        else:
-            y, state = chunk(
-                q,
-                k,
-                v,
-                g=g,
-                beta=beta,
-                initial_state=initial_state,
-                output_final_state=True,
-                use_qk_l2norm_in_kernel=True,
-                # No larger than needed: the PyTorch path pads to whole chunks.
-                **({"chunk_size": min(CHUNK_SIZE, max(16, 1 << (q.shape[1] - 1).bit_length()))} if replaceable else {}),
-            )
+        chunk, options = getattr(sys.modules[self._replaced_class.__module__], self.chunk_function), {}
+        if is_reference(chunk) and not torch.compiler.is_compiling():
+            # No larger than needed: the PyTorch path pads to whole chunks.
+            options["chunk_size"] = min(self.largest_chunk, max(16, 1 << (q.shape[1] - 1).bit_length()))
+        y, state = chunk(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=layer.state_before_scan(q, segment),
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            **options,
+        )
         layer.flush_to(state, segment)
         return y
 
@@ -157,6 +152,7 @@ class ReplayKDAMixer(ReplayGatedDeltaMixer):
     """Kimi Linear, and Bailing, whose gate has one projection. Its decay is a module of upstream's."""
 
     chunk_function = "chunk_kimi_delta_attention"
+    largest_chunk = 16  # it holds so many times the channels of a key for each token, and takes as many turns
     gated_norm, last_projection = "o_norm", "o_proj"
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:

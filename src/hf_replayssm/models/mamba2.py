@@ -71,12 +71,13 @@ class ReplayMamba2Mixer(ReplayMixer):
         dt: torch.Tensor,
     ) -> torch.Tensor:
         """A prefill's tokens, behind the whole state; dt is final."""
-        upstream, tokens = sys.modules[self._replaced_class.__module__], x.shape[1]
+        upstream = sys.modules[self._replaced_class.__module__]
         initial_state = layer.state_before_scan(x, segment)
         (A,) = layer.constants
-        by_windows = layer.uses_kernels(x) and is_reference(upstream.mamba2_chunk_scan)
-        if by_windows and not torch.compiler.is_compiling():
-            y, state = mamba2.scan_triton(x, dt, A, B, C, self.D, initial_state)
+        # Upstream's own PyTorch code takes several times as long as ours, and more memory. (A compiler would unroll
+        # ours, chunk by chunk.)
+        if is_reference(upstream.mamba2_chunk_scan) and not torch.compiler.is_compiling():
+            y, state = mamba2.scan(x, dt, A, B, C, self.D, initial_state)
         else:
             y, state = upstream.mamba2_chunk_scan(
                 x,
@@ -84,11 +85,7 @@ class ReplayMamba2Mixer(ReplayMixer):
                 A,
                 B,
                 C,
-                # No larger than needed: the scan of the PyTorch path pads to whole chunks. (Compiled, the number of
-                # tokens may stand for any.)
-                chunk_size=self.chunk_size
-                if torch.compiler.is_compiling()
-                else min(self.chunk_size, max(16, 1 << (tokens - 1).bit_length())),
+                chunk_size=self.chunk_size,
                 D=self.D,
                 initial_states=initial_state,
                 return_final_states=True,

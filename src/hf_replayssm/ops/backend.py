@@ -10,7 +10,7 @@ import torch
 
 
 # Each has a kernel in `replayssm_kernels` (the folder kernels/ of the repository); in a mixer they are one call, and
-# the norm is one. A prefill's long convolution is upstream's, and its scan where upstream has kernels for it.
+# the norm is one. A prefill's long convolution is upstream's, and so is its scan where upstream has kernels for it.
 OPS = (
     "mamba2 replay, one token",
     "mamba2 replay, window",
@@ -20,8 +20,6 @@ OPS = (
     "gated delta rule and KDA fold (flush)",
     "causal convolution",
     "RMS norms of the layers and behind the recurrence",
-    "mamba2 scan of a prefill, in windows, where mamba_ssm is not installed",
-    "gated delta rule and KDA scan of a prefill, in windows, where fla is not installed",
     "mamba1 replay, one token or a window",
     "mamba1 fold (flush)",
     "mamba1 scan",

@@ -19,7 +19,7 @@ over the buffered tokens up to t,
 so one read of S0, against the k and the q of all new tokens, gives both the outputs and, by a unit lower triangular
 solve among the new tokens, the u that the buffer keeps. u depends on the state: it is stored in float32, since what is
 rounded there stays in the state. k is stored raw, as it leaves the convolution, and normalised whenever it is read.
-(More tokens than a buffer holds are scanned, from the folded state: by upstream's chunk function, or `scan_triton`.)
+(A continuation of more tokens than a buffer holds is upstream's chunk function, from the folded state.)
 
 Letters in the shapes: b batch, h value heads, m key heads (each serves h / m value heads, blocked: key head = head //
 (h / m)), c channels of a key (K above), d channels of a value (V above), s buffer slots, t new tokens. g and beta are
@@ -242,53 +242,3 @@ def fold_triton(
     from replayssm_kernels import gated_delta_fold
 
     return gated_delta_fold(positions, *buffers, checkpoint)
-
-
-SCAN_WINDOW = 32  # what the kernels for windows solve at a time
-
-
-def scan_triton(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    initial_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    A whole sequence by the kernels of windows, window after window, each folded into the state behind it: for a prefill
-    where no package is installed that has a faster one. (Of KDA upstream's PyTorch code holds 64 c numbers for each
-    token and head.)
-
-    Args:
-        q, k (b, t, m, c), v (b, t, h, d), g (b, t, h) or (b, t, h, c), beta (b, t, h): as for [`step_triton`].
-        initial_state (b, h, c, d): zeros when None.
-
-    Returns: y (b, t, h, d) and the state (b, h, c, d), both float32.
-    """
-    from replayssm_kernels import COUNT, FOLD, gated_delta_step
-
-    (batch, tokens, heads, value_dim), (key_heads, key_dim) = v.shape, k.shape[2:]
-    if initial_state is None:
-        state = v.new_zeros((batch, heads, key_dim, value_dim), dtype=torch.float32)
-    else:
-        state = initial_state.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    window = min(SCAN_WINDOW, tokens)
-    buffers = (
-        k.new_empty((batch, key_heads, window, key_dim)),
-        state.new_empty((batch, heads, window, value_dim)),
-        state.new_empty((batch, heads, window, *g.shape[3:])),
-    )
-    y = v.new_empty(v.shape, dtype=torch.float32)
-    begin, positions = 0, {}  # of windows of one length, the same
-    for new in zip(*(tensor.split(window, dim=1) for tensor in (q, k, v, g, beta))):
-        count = new[0].shape[1]
-        if count not in positions:
-            positions[count] = torch.zeros((5, batch), dtype=torch.int32, device=v.device)
-            positions[count][COUNT] = positions[count][FOLD] = count
-        out = gated_delta_step(positions[count], *new, *buffers, state, out_dtype=torch.float32)
-        if count == tokens:
-            return out, state
-        y[:, begin : begin + count] = out
-        begin += count
-    return y, state

@@ -166,6 +166,96 @@ def mask_slots(
     )
 
 
+# Tokens of a chunk of [`scan`], and how many elements of decays between two tokens of a chunk it holds at a time.
+SCAN_CHUNK = 64
+SCAN_ELEMENTS = 1 << 26
+
+
+def scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    initial_state: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    A whole sequence, chunk by chunk: the tokens of a chunk see each other as in [`replay`], all chunks at once, and the
+    state is carried from one chunk to the next (Dao and Gu 2024, section 6). For a prefill where no package is
+    installed that has kernels for it. Memory is bounded whatever the sequence's length.
+
+    Args:
+        x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h).
+        initial_state (b, h, p, n): zeros when None.
+
+    Returns: y (b, t, h, p) and the state (b, h, p, n), both in the accumulation dtype.
+    """
+    dtype = accumulate_dtype(x, dt) if initial_state is None else accumulate_dtype(x, dt, initial_state)
+    (batch, tokens, heads, head_dim), state_size = x.shape, B.shape[3]
+    A, D = A.to(dtype), D.to(dtype)
+    if initial_state is None:
+        state = x.new_zeros((batch, heads, head_dim, state_size), dtype=dtype)
+    else:
+        state = initial_state.to(dtype)
+    chunk = min(SCAN_CHUNK, max(tokens, 1))
+    part = max(1, SCAN_ELEMENTS // (batch * heads * chunk * chunk)) * chunk
+    y = x.new_empty(x.shape, dtype=dtype)
+    for begin in range(0, tokens, part):
+        new = (tensor[:, begin : begin + part].to(dtype) for tensor in (x, dt, B, C))
+        y[:, begin : begin + part], state = _scan_part(*new, A, D, state, chunk)
+    return y, state
+
+
+def _scan_part(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    D: torch.Tensor,
+    state: torch.Tensor,
+    chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """[`scan`] of a few chunks: c of them, of l tokens."""
+    (batch, tokens, heads, head_dim), groups, state_size = x.shape, B.shape[2], B.shape[3]
+    missing = -tokens % chunk  # tokens with dt = 0, which change nothing
+
+    def chunks(tensor: torch.Tensor) -> torch.Tensor:
+        """(b, t, ...) -> (b, c, l, ...)"""
+        if missing:
+            tensor = F.pad(tensor, (0, 0) * (tensor.dim() - 2) + (0, missing))
+        return tensor.unflatten(1, (-1, chunk))
+
+    x, dt = chunks(x).permute(0, 1, 3, 4, 2).contiguous(), chunks(dt).transpose(2, 3)  # (b, c, h, p, l), (b, c, h, l)
+    B, C = chunks(B).transpose(2, 3), chunks(C).permute(0, 1, 3, 4, 2)  # (b, c, g, l, n), (b, c, g, n, l)
+    count = x.shape[1]
+    decay = A[:, None] * dt  # (b, c, h, l): the logarithm of each token's
+    by_group = (batch, count, groups, -1)  # heads of a group, times head_dim
+
+    # In a chunk: token i sees token j <= i, decayed by the tokens j + 1 to i. (Summed for each pair: the difference of
+    # two long sums would lose what a token before them decayed by. Masked before exp, see `replay`.)
+    ones = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device)  # (l_j, l_i)
+    weight = torch.where(ones.triu(1), decay[..., None, :], 0.0).cumsum_(-1)  # (b, c, h, l_j, l_i)
+    to_end = weight[..., -1].exp().mul_(dt)  # (b, c, h, l)
+    weight.masked_fill_(ones.tril(-1), -torch.inf).exp_().mul_(dt[..., None])
+    scores = B @ C  # (b, c, g, l_j, l_i): shared by the heads of a group
+    weight.view(*by_group, chunk, chunk).mul_(scores[:, :, :, None])
+    y = x @ weight  # (b, c, h, p, l_i)
+
+    # From chunk to chunk: what a chunk adds to the state, and the state that each begins with.
+    added = ((x * to_end[..., None, :]).view(*by_group, chunk) @ B).view(batch, count, heads, head_dim, state_size)
+    from_start = decay.cumsum(-1).exp_()  # (b, c, h, l)
+    whole = from_start[..., -1, None, None]
+    states = x.new_empty((batch, count + 1, heads, head_dim, state_size))
+    states[:, 0] = state
+    for number in range(count):
+        torch.addcmul(added[:, number], states[:, number], whole[:, number], out=states[:, number + 1])
+    carried = states[:, :-1].reshape(*by_group, state_size) @ C  # (b, c, g, heads of the group * p, l_i)
+    y.addcmul_(carried.view_as(y), from_start[..., None, :]).addcmul_(x, D[:, None, None])
+    return y.permute(0, 1, 4, 2, 3).flatten(1, 2)[:, :tokens], states[:, -1]
+
+
 # The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
 # as they lie in memory, append to the buffers and flush in the same call, and read where the rows stand on the device:
 # `positions` (5, b) are `Segment.kernel_positions`. dt is raw; `dt_rule` are the further arguments of `final_dt`.
@@ -236,55 +326,3 @@ def fold_triton(
     from replayssm_kernels import mamba2_fold
 
     return mamba2_fold(positions, *buffers, A, checkpoint)
-
-
-# Tokens at a time: a window's products grow with its square, what is read and written of the state falls with it.
-SCAN_WINDOW = 128
-
-
-def scan_triton(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    D: torch.Tensor,
-    initial_state: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    A whole sequence by the kernels of windows, window after window, each folded into the state behind it: for a prefill
-    where no package is installed that has a faster one.
-
-    Args:
-        x (b, t, h, p), B and C (b, t, g, n), dt (b, t, h): final, float32.
-        initial_state (b, h, p, n): zeros when None.
-
-    Returns: y (b, t, h, p) and the state (b, h, p, n), both float32.
-    """
-    from replayssm_kernels import COUNT, FOLD, mamba2_step
-
-    (batch, tokens, heads, head_dim), (groups, state_size) = x.shape, B.shape[2:]
-    shape = batch, heads, head_dim, state_size
-    if initial_state is None:
-        state = x.new_zeros(shape, dtype=torch.float32)
-    else:
-        state = initial_state.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    window = min(SCAN_WINDOW, tokens)
-    buffers = (
-        x.new_empty((batch, heads, window, head_dim)),
-        B.new_empty((batch, groups, window, state_size)),
-        dt.new_empty((batch, heads, window)),
-    )
-    y = x.new_empty(x.shape, dtype=torch.float32)
-    begin, positions = 0, {}  # of windows of one length, the same
-    for new in zip(*(tensor.split(window, dim=1) for tensor in (x, B, C, dt))):
-        count = new[0].shape[1]
-        if count not in positions:
-            positions[count] = torch.zeros((5, batch), dtype=torch.int32, device=x.device)
-            positions[count][COUNT] = positions[count][FOLD] = count
-        out = mamba2_step(positions[count], *new, *buffers, A, D, state, out_dtype=torch.float32)
-        if count == tokens:
-            return out, state
-        y[:, begin : begin + count] = out
-        begin += count
-    return y, state

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
+from ..config import ReplayConfig
+
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -88,6 +90,16 @@ class Recurrence(ABC):
             )
             for name, one in self.inputs.items()
         }
+
+    def default_buffer_len(self, checkpoint_dtype: torch.dtype) -> int:
+        """Tokens between two flushes, where nobody asks for another number."""
+        return 16
+
+    def settings(self, config: ReplayConfig) -> ReplayConfig:
+        """The settings with all that was left open filled in."""
+        if config.buffer_len is not None:
+            return config
+        return config.replace(buffer_len=self.default_buffer_len(config.checkpoint_dtype))
 
     def as_upstream(self, state: torch.Tensor) -> torch.Tensor:
         """The state (b, *state_shape) as upstream lays it out."""

@@ -45,6 +45,9 @@ class Mamba1(Recurrence):
     def constants(self) -> dict[str, tuple[int, ...]]:
         return {"A": (self.groups, self.state_size, self.channels), "dt_bias": (self.groups, self.channels)}
 
+    def default_buffer_len(self, checkpoint_dtype: torch.dtype) -> int:
+        return mamba1.default_buffer_len(checkpoint_dtype)
+
     def as_upstream(self, state: torch.Tensor) -> torch.Tensor:
         state = state.transpose(-1, -2)
         return state if self.state_by_group else state.flatten(1, 2)
