@@ -84,7 +84,7 @@ class ReplayGatedDeltaMixer(ReplayMixer):
     ) -> torch.Tensor:
         """A prefill's tokens, behind the whole state."""
         chunk, options = getattr(sys.modules[self._replaced_class.__module__], self.chunk_function), {}
-        if is_reference(chunk) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and is_reference(chunk):
             # No larger than needed: the PyTorch path pads to whole chunks.
             options["chunk_size"] = min(self.largest_chunk, max(16, 1 << (q.shape[1] - 1).bit_length()))
         y, state = chunk(

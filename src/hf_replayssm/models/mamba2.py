@@ -76,7 +76,7 @@ class ReplayMamba2Mixer(ReplayMixer):
         (A,) = layer.constants
         # Upstream's own PyTorch code takes several times as long as ours, and more memory. (A compiler would unroll
         # ours, chunk by chunk.)
-        if is_reference(upstream.mamba2_chunk_scan) and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and is_reference(upstream.mamba2_chunk_scan):
             y, state = mamba2.scan(x, dt, A, B, C, self.D, initial_state)
         else:
             y, state = upstream.mamba2_chunk_scan(
