@@ -456,7 +456,9 @@ def test_a_growing_schedule_stays_within_the_window():
     assert output.cache.stats.forwards < 20
 
 
-@pytest.mark.parametrize(("name", "lengths"), [("bamba", (16, 16)), ("mamba", (4, 3))])
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("bamba", (16, 16)), ("qwen3_next", (16, 16)), ("kimi_linear", (10, 7)), ("mamba", (4, 3))]
+)
 def test_the_default_buffer_len_is_the_recurrences(name, lengths):
     config = tiny_config(name)
     for dtype, length in zip((torch.float32, torch.bfloat16), lengths):

@@ -27,7 +27,8 @@ class ReplayConfig:
     Args:
         buffer_len (`int`, *optional*):
             Tokens between two writes of the recurrent state (*flushes*). 1 is the classic step: the state is written
-            at every token. By default what suits the recurrence: 16, for Mamba-1 4 (3 with a checkpoint of 16 bits).
+            at every token. By default what suits the recurrence: 16, for KDA 10 and for Mamba-1 4 (with a checkpoint
+            of 16 bits 7 and 3).
         max_window (`int`, defaults to 24):
             Tokens that may wait for a `crop` while the past is recorded (speculative decoding). `generate` raises it
             to what the assistant asks for; the buffer of the plain variant grows when a round needs more.
