@@ -174,7 +174,6 @@ BAD_FIELDS = [
     ({"buffer_len": 2.5}, "buffer_len"),
     ({"buffer_len": "4"}, "buffer_len"),
     ({"buffer_len": True}, "buffer_len"),
-    ({"buffer_len": None}, "buffer_len"),
     ({"max_window": 0}, "max_window"),
     ({"max_window": -1}, "max_window"),
     ({"checkpoint_dtype": torch.int8}, "checkpoint_dtype"),
