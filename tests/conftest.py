@@ -20,6 +20,23 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
+# Families that share their mixer's code with another one. In a plain run they have what is their own and the invariants
+# with one buffer length; all else is run with `-m slow`.
+SHARE_THEIR_MIXER = {"granitemoehybrid", "falcon_mamba", "jamba"}
+ALWAYS_WHOLE = {"test_selfcheck", "test_tiny_models", "test_norms", "test_mamba1", "test_triton_backend"}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        names = {value for value in parameters.values() if isinstance(value, str)}
+        if not names & SHARE_THEIR_MIXER or item.path.stem in ALWAYS_WHOLE:
+            continue
+        if item.path.stem != "test_invariants" or parameters.get("buffer_len") != 4:
+            item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(params=FAMILY_NAMES)
 def family(request: pytest.FixtureRequest) -> str:
     """Each supported family of transformers once."""
