@@ -20,10 +20,19 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
-# Families that share their mixer's code with another one. In a plain run they have what is their own and the invariants
-# with one buffer length; all else is run with `-m slow`.
-SHARE_THEIR_MIXER = {"granitemoehybrid", "falcon_mamba", "jamba"}
-ALWAYS_WHOLE = {"test_selfcheck", "test_tiny_models", "test_norms", "test_mamba1", "test_triton_backend"}
+# Families whose mixer is, but for a projection or a norm, that of another one. In a plain run they have what is their
+# own, and the invariants with one buffer length; all else is run with `-m slow`.
+LIKE_ANOTHER = {"granitemoehybrid", "nemotron_h", "mamba", "falcon_mamba", "jamba", "kimi_linear"}
+ALWAYS_WHOLE = {
+    "test_selfcheck",
+    "test_tiny_models",
+    "test_norms",
+    "test_mamba1",
+    "test_gated_delta",
+    "test_triton_backend",
+    "test_gpu",
+    "test_gpu_static",
+}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         names = {value for value in parameters.values() if isinstance(value, str)}
-        if not names & SHARE_THEIR_MIXER or item.path.stem in ALWAYS_WHOLE:
+        if not names & LIKE_ANOTHER or item.path.stem in ALWAYS_WHOLE:
             continue
         if item.path.stem != "test_invariants" or parameters.get("buffer_len") != 4:
             item.add_marker(pytest.mark.slow)
