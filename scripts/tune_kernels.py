@@ -73,7 +73,7 @@ class Job:
 
     def tiles(self) -> list:
         """In a form that the shape takes; where rows of a head are left over, also as they are (its last rows idle)."""
-        from replayssm_kernels._configs import Tile, _fit
+        from replayssm_kernels._configs import Tile, fit
 
         evict = "evict_first" if self.small else ""
         if self.tokens == 1:
@@ -81,7 +81,7 @@ class Job:
         else:
             tiles = [Tile(p, w, c, evict, slots, registers=r) for p, w, c, slots, limits in WINDOW for r in limits]
         geometry = self.case.geometry
-        fitted = [_fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles]
+        fitted = [fit(tile, geometry.head_dim, geometry.state, tuned_for=128) for tile in tiles]
         if geometry.state == 128 and geometry.head_dim % 32:
             fitted += tiles
         return list(dict.fromkeys(fitted))

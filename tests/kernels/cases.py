@@ -83,41 +83,58 @@ class Layer:
     def __init__(self, shape, device="cpu", dtype=F32, checkpoint_dtype=F32, *, conv=0, ring=None, raw_dt=True, D=True,
                  conv_bias=True, activation="silu", limits=(0.0, math.inf), seen=0, first=0, reach=0,
                  seed=0):  # fmt: skip
-        self.shape, self.device, self.dtype, self.conv, self.reach = shape, torch.device(device), dtype, conv, reach
+        self.begin(shape, device, dtype, conv, reach, seed)
         batch, heads, groups, head_dim, state, slots = shape
-        self.generator = torch.Generator(self.device).manual_seed(seed)
         self.raw_dt, self.activation, self.limits = raw_dt, activation, limits
-        self.calls = 0
         self.checkpoint = self.randn(batch, heads, head_dim, state).to(checkpoint_dtype)
-        full = lambda *size, dtype=dtype: torch.full(size, NAN, device=device, dtype=dtype)  # noqa: E731
-        self.x_buffer = full(batch, heads, slots, head_dim)
-        self.B_buffer = full(batch, groups, slots, state)
-        self.dt_buffer = full(batch, heads, slots, dtype=F32)
+        self.x_buffer = self.full(batch, heads, slots, head_dim)
+        self.B_buffer = self.full(batch, groups, slots, state)
+        self.dt_buffer = self.full(batch, heads, slots, dtype=F32)
         self.A = -self.rand(heads).add(0.02)
         self.D = self.randn(heads) if D else None
         self.dt_bias = self.randn(heads).sub(1.0) if raw_dt else None
-        rows = torch.arange(batch, device=device)
+        self.hold_nothing(seen, first, [(heads, head_dim), (groups, state), (heads,)])
+        if conv:
+            self.start_convolution(heads * head_dim + 2 * groups * state, ring, conv_bias, seen)
+
+    # What every recurrence shares. Its own are the buffers, `advance`, `fold_call` and `recurrence`.
+
+    buffer_names = ("x_buffer", "B_buffer", "dt_buffer")
+
+    def begin(self, shape, device, dtype, conv, reach, seed):
+        self.shape, self.device, self.dtype, self.conv, self.reach = shape, torch.device(device), dtype, conv, reach
+        self.generator = torch.Generator(self.device).manual_seed(seed)
+        self.calls = 0
+
+    def full(self, *size, dtype=None):
+        """NaN, in the dtype of the activations if no other is given."""
+        return torch.full(size, NAN, device=self.device, dtype=dtype or self.dtype)
+
+    def hold_nothing(self, seen, first, sizes):
+        """`sizes`: of what the buffers hold of a token."""
+        batch, slots = self.shape[0], self.shape[-1]
+        rows = torch.arange(batch, device=self.device)
         self.seen = torch.full_like(rows, seen)
         self.first = (3 * rows * bool(first) + first) % slots
         self.held = torch.zeros_like(rows)
         # In float64: the checkpoint, the state after all tokens, and the held tokens, oldest first.
-        self.base = self.checkpoint.double()
-        self.state = self.base
-        self.tokens = [full(batch, slots, *size, dtype=torch.float64) for size in [(heads, head_dim), (groups, state),
-                                                                                   (heads,)]]  # fmt: skip
-        if conv:
-            self.channels = heads * head_dim + 2 * groups * state
-            ring = conv if ring is None else ring
-            self.weight = (self.randn(self.channels, conv) / conv**0.5).to(dtype)
-            self.bias = self.randn(self.channels).mul(0.2).to(dtype) if conv_bias else None
-            self.history = self.randn(batch, conv - 1 + reach, self.channels).to(dtype)  # raw inputs, newest last
-            self.conv_inputs = full(batch, ring, self.channels)
-            for i in range(1, conv + reach):  # token seen - i
-                if seen - i >= 0:
-                    self.conv_inputs[:, (seen - i) % ring] = self.history[:, -i]
-                else:
-                    self.history[:, -i] = 0
-            self.poison()
+        self.base = self.state = self.checkpoint.double()
+        self.tokens = [self.full(batch, slots, *size, dtype=torch.float64) for size in sizes]
+
+    def start_convolution(self, channels, ring, bias, seen):
+        conv, self.channels = self.conv, channels
+        ring = conv if ring is None else ring
+        self.weight = (self.randn(channels, conv) / conv**0.5).to(self.dtype)
+        self.bias = self.randn(channels).mul(0.2).to(self.dtype) if bias else None
+        # Raw inputs, newest last.
+        self.history = self.randn(self.shape[0], conv - 1 + self.reach, channels).to(self.dtype)
+        self.conv_inputs = self.full(self.shape[0], ring, channels)
+        for i in range(1, conv + self.reach):  # token seen - i
+            if seen - i >= 0:
+                self.conv_inputs[:, (seen - i) % ring] = self.history[:, -i]
+            else:
+                self.history[:, -i] = 0
+        self.poison()
 
     def randn(self, *size):
         return torch.randn(*size, generator=self.generator, device=self.device)
@@ -133,7 +150,21 @@ class Layer:
         return torch.stack(rows).to(torch.int32)
 
     def buffers(self):
-        return self.x_buffer, self.B_buffer, self.dt_buffer
+        return tuple(getattr(self, name) for name in self.buffer_names)
+
+    def bar(self, tokens):
+        """
+        The greatest error of an output in float32. (A window takes float32 factors as two bfloat16 terms. On a GPU, C
+        may leave the convolution rounded to the other neighbour.)
+        """
+        if self.conv and self.dtype != F32 and self.device.type != "cpu":
+            return 1e-3
+        return 1e-6 if tokens == 1 or self.dtype == F32 else 3e-5
+
+    def fold_call(self):
+        """The function that folds, and its arguments but for the positions."""
+        arguments = {name: getattr(self, name) for name in (*self.buffer_names, "A", "checkpoint")}
+        return kernels.mamba2_fold, arguments
 
     def hide(self, tensor, real):
         """The tensor with NaN in tokens that are not real; in every second call a view into a wider one of NaN."""
@@ -185,42 +216,53 @@ class Layer:
         assert y.shape == (batch, tokens, heads, head_dim) and y.dtype == (out_dtype or self.dtype)
         self.check_writes(before, arguments, count, fold)
 
-        # The new tokens as the buffer holds them.
-        place = torch.where(real, self.held[:, None] + torch.arange(tokens, device=self.device), 0)
-        row, slot = torch.arange(batch, device=self.device)[:, None], (self.first[:, None] + place) % slots
-        got = [buffer.transpose(1, 2)[row, slot] for buffer in self.buffers()]
+        got = self.appended(real)
         # As given; behind a convolution up to rounding in float32. (On a GPU, two kernels may round a number that lies
         # between two 16-bit ones differently.)
         twice_rounded = bool(self.conv) and self.dtype != F32 and self.device.type != "cpu"
         share = 1e-6 if self.conv else 0.0
         slack = torch.finfo(self.dtype).eps if twice_rounded else share
         for buffered, wanted, relative, absolute in zip(got, (x, B, dt), (slack, slack, 1e-6), (share, share, 0.0)):
-            mask = ~real.view(*real.shape, *[1] * (wanted.dim() - 2))
-            buffered, wanted = buffered.double().masked_fill(mask, 0), wanted.double().masked_fill(mask, 0)
-            assert bool(((buffered - wanted).abs() <= absolute + relative * wanted.abs()).all()), "appended inputs"
+            self.check_appended(buffered, wanted, real, relative, absolute)
         if twice_rounded:
             x, B = got[0], got[1]
         new_tokens = x.double(), B.double(), dt
         expected, self.state = self.recurrence(self.state, *new_tokens, count, C.double())
+        self.take_up(new_tokens, count, fold, raw if self.conv else None)
+        hidden = ~real[:, :, None, None]
+        return y.double().masked_fill(hidden, 0), expected.masked_fill(hidden, 0)
+
+    def appended(self, real):
+        """What the buffers hold of the new tokens, each (b, t, ...)."""
+        batch, tokens = real.shape
+        place = torch.where(real, self.held[:, None] + torch.arange(tokens, device=self.device), 0)
+        row, slot = torch.arange(batch, device=self.device)[:, None], (self.first[:, None] + place) % self.shape[-1]
+        return [buffer.transpose(1, 2)[row, slot] for buffer in self.buffers()]
+
+    @staticmethod
+    def check_appended(buffered, wanted, real, relative, absolute):
+        mask = ~real.view(*real.shape, *[1] * (wanted.dim() - 2))
+        buffered, wanted = buffered.double().masked_fill(mask, 0), wanted.double().masked_fill(mask, 0)
+        assert bool(((buffered - wanted).abs() <= absolute + relative * wanted.abs()).all()), "appended inputs"
+
+    def take_up(self, new_tokens, count, fold, raw=None):
+        """The reference's share in a call: its new tokens are held, and some of the oldest folded."""
         for held, token in zip(self.tokens, new_tokens):
-            self.scatter(held, token, self.held, count)
-        if self.conv:
+            self.scatter(held, token.double(), self.held, count)
+        if raw is not None:
             newest = count[:, None] + torch.arange(self.history.shape[1], device=self.device)
             history = torch.cat([self.history, raw], 1)
             self.history = history.gather(1, newest[..., None].expand(-1, -1, self.channels))
         self.seen = self.seen + count
         self.held = self.held + count
         self.folded(fold)
-        hidden = ~real[:, :, None, None]
-        return y.double().masked_fill(hidden, 0), expected.masked_fill(hidden, 0)
 
     def flush(self, fold):
         """A flush alone."""
-        fold = self.per_row(fold)
-        arguments = {"positions": self.positions(7, fold), "x_buffer": self.x_buffer, "B_buffer": self.B_buffer,
-                     "dt_buffer": self.dt_buffer, "A": self.A, "checkpoint": self.checkpoint}  # fmt: skip
-        before = {name: tensor.clone() for name, tensor in arguments.items()}
-        assert kernels.mamba2_fold(**arguments, inplace=True) is self.checkpoint
+        fold, (function, owned) = self.per_row(fold), self.fold_call()
+        arguments = {"positions": self.positions(7, fold)} | owned
+        before = {name: tensor.clone() for name, tensor in arguments.items() if tensor is not None}
+        assert function(**arguments, inplace=True) is self.checkpoint
         self.check_writes(before, arguments, self.per_row(0), fold)
         self.folded(fold)
 
@@ -288,13 +330,9 @@ class Layer:
         slots = self.shape[-1]
         place = (torch.arange(slots, device=self.device) - self.first[:, None]) % slots
         written = (place >= self.held[:, None]) & (place < (self.held + count)[:, None])
-        may = {
-            "x_buffer": written[:, None, :, None],
-            "B_buffer": written[:, None, :, None],
-            "dt_buffer": written[:, None],
-            "checkpoint": (fold > 0)[:, None, None, None],
-        }
-        if self.conv and "conv_inputs" in before:
+        may = {name: self.of_slots(written, getattr(self, name)) for name in self.buffer_names}
+        may["checkpoint"] = (fold > 0)[:, None, None, None]
+        if "conv_inputs" in before:
             ring = self.conv_inputs.shape[1]
             behind = (torch.arange(ring, device=self.device) - self.seen[:, None]) % ring  # slot of new token `behind`
             may["conv_inputs"] = (behind < count[:, None])[..., None]
@@ -313,20 +351,24 @@ class Layer:
         slots = self.shape[-1]
         place = (torch.arange(slots, device=self.device) - self.first[:, None]) % slots
         unused = place >= self.held[:, None]  # (b, s)
-        self.x_buffer.masked_fill_(unused[:, None, :, None], NAN)
-        self.B_buffer.masked_fill_(unused[:, None, :, None], NAN)
-        self.dt_buffer.masked_fill_(unused[:, None], NAN)
+        for buffer in self.buffers():
+            buffer.masked_fill_(self.of_slots(unused, buffer), NAN)
         if self.conv:
             ring = self.conv_inputs.shape[1]
             age = (self.seen[:, None] - 1 - torch.arange(ring, device=self.device)) % ring  # 0: the newest
             gone = (age >= self.conv - 1 + self.reach) | (age >= self.seen[:, None])
             self.conv_inputs.masked_fill_(gone[..., None], NAN)
 
+    @staticmethod
+    def of_slots(mask, buffer):
+        """A mask (b, s) for a buffer (b, h, s, ...)."""
+        return mask.view(len(mask), 1, -1, *[1] * (buffer.dim() - 3))
+
     def whole_state(self):
         """(kernel's, float64's) state after all tokens."""
-        positions = self.positions(0, self.held)
+        function, owned = self.fold_call()
         with poisoned_memory():
-            state = kernels.mamba2_fold(positions, *self.buffers(), self.A, self.checkpoint)
+            state = function(self.positions(0, self.held), **owned)
         assert state.dtype == F32
         return state.double(), self.state
 
@@ -339,17 +381,7 @@ def error(got, expected):
     return float((rows[0] / rows[1]).where(rows[0] > 0, 0).max())
 
 
-def bar(layer, tokens):
-    """
-    The greatest error of an output in float32. (A window takes float32 factors as two bfloat16 terms. On a GPU, C may
-    leave the convolution rounded to the other neighbour.)
-    """
-    if layer.conv and layer.dtype != F32 and layer.device.type != "cpu":
-        return 1e-3
-    return 1e-6 if tokens == 1 or layer.dtype == F32 else 3e-5
-
-
-def play(layer, lengths, *, seed=0, fused=(None,), flushes=0.5, slack=1):
+def play(layer, lengths, *, seed=0, fused=None, flushes=0.5, slack=1):
     """
     Calls with windows of the given lengths, checked one by one and at the end. In each, some rows take all tokens and
     others a part or none, and some fold all, a part or none; a row whose buffer is full folds at least one. `slack`
@@ -365,7 +397,7 @@ def play(layer, lengths, *, seed=0, fused=(None,), flushes=0.5, slack=1):
         total = held + count
         fold = torch.where(torch.rand(batch, generator=random) < flushes, draw(total), 0)
         fold = torch.where(total == slots, torch.where(fold > 0, fold, total), fold)
-        how = fused[call % len(fused)] if tokens == 1 else None
-        y, expected = layer.advance(tokens, count.to(layer.device), fold.to(layer.device), fused=how)
-        assert error(y, expected) <= slack * bar(layer, tokens), f"call {call}: {error(y, expected):.1e}"
+        how = {} if fused is None or tokens > 1 else {"fused": fused[call % len(fused)]}
+        y, expected = layer.advance(tokens, count.to(layer.device), fold.to(layer.device), **how)
+        assert error(y, expected) <= slack * layer.bar(tokens), f"call {call}: {error(y, expected):.1e}"
     assert error(*layer.whole_state()) <= slack * 1e-6, f"state: {error(*layer.whole_state()):.1e}"

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import replayssm_kernels as kernels
-from replayssm_kernels import _configs, _conv, _norm, mamba2
+from replayssm_kernels import _configs, _conv, _launch, _norm, mamba2
 from replayssm_kernels._configs import Config, Tile
 
 
@@ -69,7 +69,7 @@ def compiled(request, monkeypatch):
         for name in names:
             monkeypatch.setattr(module, name, Compiles(getattr(module, name), request.param, found))
     monkeypatch.setattr(mamba2, "can_overlap", lambda device: request.param.arch == 90)
-    monkeypatch.setattr(mamba2, "can_limit_registers", lambda device: request.param.backend == "cuda")
+    monkeypatch.setattr(_launch, "can_limit_registers", lambda device: request.param.backend == "cuda")
     return found
 
 

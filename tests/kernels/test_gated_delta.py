@@ -7,7 +7,7 @@ import torch
 
 
 pytest.importorskip("triton")
-from cases import BF16, F16, F32, INTERPRETED, bar, error, needs, on_gpu, play, run_in_interpreter, same_bits
+from cases import BF16, F16, F32, INTERPRETED, error, needs, on_gpu, play, run_in_interpreter, same_bits
 from delta_cases import DeltaLayer
 
 import replayssm_kernels as kernels
@@ -63,8 +63,6 @@ LARGE = {
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL.keys())
 def test_equals_the_recurrence(case, kda, device):
     shape, options, lengths = case
-    if kda and options.get("conv") and device == "cpu" and "ring" not in options:
-        pytest.skip("the convolution knows of no rule, and the interpreter is slow")
     play(DeltaLayer(shape, device, kda=kda, **options), lengths, fused=FUSED)
 
 
@@ -102,8 +100,6 @@ def test_large_batches(batch, kda, device):
 )
 def test_dtypes(conv, dtype, checkpoint_dtype, kda, device):
     """A 16-bit checkpoint is the exact state, rounded, after every flush (`Layer.folded`)."""
-    if kda and device == "cpu" and dtype != checkpoint_dtype:
-        pytest.skip("nothing of it is another for KDA, and the interpreter is slow")
     layer = DeltaLayer((1, 1, 1, 16, 16, 8), device, dtype, checkpoint_dtype, kda=kda, conv=conv, first=6, seed=conv)
     play(layer, (1, 4, 1), fused=FUSED, seed=1, flushes=0.8)
     layer.flush(layer.held.clamp(max=1))
@@ -315,11 +311,11 @@ def test_random_sequences_with_crops(seed, kda, device):
         if bool((layer.held + tokens > slots).any()):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
-        assert error(y, expected) <= 3 * bar(layer, tokens)
+        assert error(y, expected) <= 3 * layer.bar(tokens)
         layer.crop(draw(torch.minimum(layer.held, layer.croppable())))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold, fused=[None, True, False][i % 3])
-        assert error(y, expected) <= 3 * bar(layer, 1)
+        assert error(y, expected) <= 3 * layer.bar(1)
     assert error(*layer.whole_state()) <= 3e-6
 
 

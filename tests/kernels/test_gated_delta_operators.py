@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("triton")
 from cases import BF16, F16, F32, INTERPRETED, needs, on_gpu, run_in_interpreter, same_bits
 from delta_cases import DeltaLayer
+from misfits import assert_same, cast, copy, elsewhere, few_slots, flat, gaps, named, refuses, shorter, three_heads
 from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles
 
 import replayssm_kernels as kernels
-from replayssm_kernels import gated_delta
+from replayssm_kernels import _launch, gated_delta
 from replayssm_kernels._configs import Config, Tile
 
 
@@ -65,14 +66,6 @@ def fold(all_, **options):
 def everything(all_):
     """All functions one after the other; each sees what those before it have written. (See `test_operators.py`.)"""
     return step(all_), fold(all_), fold(all_, inplace=True).sum(-1), decode(all_)
-
-
-def copy(all_):
-    return {name: tensor.clone() for name, tensor in all_.items()}
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
 @needs
@@ -172,43 +165,6 @@ def test_launches_on_the_tensors_device():
 # Arguments that do not fit.
 
 
-def gaps(tensor):
-    """The same values, every second element."""
-    return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
-
-
-def shorter(tensor):
-    return tensor[..., :-1].contiguous()
-
-
-def flat(tensor):
-    return tensor.flatten(0, 1)
-
-
-def elsewhere(tensor):
-    return tensor.to("meta")
-
-
-def few_slots(tensor):
-    return tensor[:, :3].contiguous()
-
-
-def three_heads(tensor):
-    return tensor.repeat(1, 2, 1, 1)[:, :3].contiguous()
-
-
-def half(tensor):
-    return tensor.to(F16)
-
-
-def integer(tensor):
-    return tensor.to(torch.int32)
-
-
-def long(tensor):
-    return tensor.to(torch.int64)
-
-
 # (function, argument, what is wrong with it, the error's message)
 MISFITS = [
     *((step, name, shorter, f"{name} has") for name in ("q", "k", "v", "g", "beta", "u_buffer", "positions")),
@@ -217,32 +173,24 @@ MISFITS = [
     *((step, name, flat, "checkpoint|g_buffer") for name in ("g_buffer", "checkpoint")),
     *((step, name, gaps, f"{name}.* contiguous") for name in (*BUFFERS, "checkpoint", "positions")),
     *((step, name, elsewhere, name) for name in ("q", "v", "g", "beta", *BUFFERS)),
-    *((step, name, half, name) for name in ("q", "k", "v", "u_buffer", "g_buffer")),
-    *((step, name, integer, name) for name in ("q", "beta", "checkpoint")),
-    (step, "positions", long, "positions.*int32"),
+    *((step, name, cast(F16), name) for name in ("q", "k", "v", "u_buffer", "g_buffer")),
+    *((step, name, cast(torch.int32), name) for name in ("q", "beta", "checkpoint")),
+    (step, "positions", cast(torch.int64), "positions.*int32"),
     (step, "k_buffer", three_heads, "4 value heads .* 3 heads"),
     *((decode, name, shorter, name.removeprefix("conv_")) for name in ("qkv", "conv_inputs", "conv_bias", "g")),
     *((decode, name, elsewhere, name.removeprefix("conv_")) for name in ("qkv", "conv_inputs", "conv_weight", "beta")),
     (decode, "conv_inputs", gaps, "conv_inputs.* contiguous"),
     (decode, "conv_inputs", few_slots, "conv_inputs has 3 slots"),
-    (decode, "qkv", half, "qkv"),
+    (decode, "qkv", cast(F16), "qkv"),
     (fold, "checkpoint", gaps, "checkpoint.* contiguous"),
     (fold, "u_buffer", shorter, "u_buffer"),
 ]
 
 
 @needs
-@pytest.mark.parametrize(
-    ("function", "name", "change", "message"),
-    [pytest.param(*case, id="-".join([case[0].__name__, case[1], case[2].__name__])) for case in MISFITS],
-)
+@pytest.mark.parametrize(("function", "name", "change", "message"), named(MISFITS))
 def test_misfits_raise_and_change_nothing(function, name, change, message, device):
-    a = arguments(device)
-    a[name] = change(a[name])
-    before = {key: value.clone() for key, value in a.items() if value.device.type != "meta"}
-    with pytest.raises(ValueError, match=message):
-        function(a)
-    assert all(same_bits(value, a[key]) for key, value in before.items())
+    refuses(arguments(device), function, name, change, message)
 
 
 @needs
@@ -295,7 +243,7 @@ def compiled(request, monkeypatch):
     for name in KERNELS:
         monkeypatch.setattr(gated_delta, name, Compiles(getattr(gated_delta, name), request.param, found))
     monkeypatch.setattr(gated_delta, "can_overlap", lambda device: request.param.arch == 90)
-    monkeypatch.setattr(gated_delta, "can_limit_registers", lambda device: request.param.backend == "cuda")
+    monkeypatch.setattr(_launch, "can_limit_registers", lambda device: request.param.backend == "cuda")
     return found
 
 

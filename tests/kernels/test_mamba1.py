@@ -19,11 +19,13 @@ from cases import (
     error,
     needs,
     on_gpu,
+    play,
     poisoned_memory,
     run_in_interpreter,
     same_bits,
 )
-from mamba1_cases import BAR, Layer, play
+from mamba1_cases import Mamba1Layer as Layer
+from misfits import cast, copy, elsewhere, flat, gaps, named, refuses, shorter
 
 import replayssm_kernels as kernels
 from replayssm_kernels import mamba1
@@ -115,15 +117,15 @@ def test_all_phases_in_one_call(device):
     rows = torch.arange(16, device=device)
     held = rows % slots
     y, expected = layer.advance(slots, count=held)
-    assert error(y, expected) <= BAR
+    assert error(y, expected) <= 1e-6
     count = (rows // slots) % 2  # with COUNT = 0: nothing is written but a checkpoint that folds
     fold = torch.where(rows < 8, (held + count) * (rows % 2), ((held + count) / 2).ceil().long())
     assert {0, 1, 2} <= set(fold.tolist()) and bool((fold < held + count).any()) and bool((fold > held).any())
     y, expected = layer.advance(1, count=count, fold=fold)
-    assert error(y, expected) <= BAR
-    assert error(*layer.whole_state()) <= BAR
+    assert error(y, expected) <= 1e-6
+    assert error(*layer.whole_state()) <= 1e-6
     y, expected = layer.advance(1)
-    assert error(y, expected) <= BAR
+    assert error(y, expected) <= 1e-6
 
 
 @needs
@@ -217,9 +219,9 @@ def test_a_flush_alone(dtype, device):
     layer = Layer((3, 2, 24, 16, 5), device, dtype, first=4)
     layer.advance(4, count=torch.tensor([4, 0, 3], device=device))
     layer.flush(torch.tensor([2, 0, 3], device=device))
-    assert error(*layer.whole_state()) <= BAR
+    assert error(*layer.whole_state()) <= 1e-6
     y, expected = layer.advance(1)
-    assert error(y, expected) <= BAR
+    assert error(y, expected) <= 1e-6
 
 
 @needs
@@ -248,9 +250,9 @@ def test_extreme_time_steps(raw, device):
     before = layer.state
     for tokens, fold in [(1, 0), (5, 2), (1, 5)]:
         y, expected = layer.advance(tokens, fold=fold)
-        assert error(y, expected) <= BAR
+        assert error(y, expected) <= 1e-6
     state, expected = layer.whole_state()
-    assert error(state, expected) <= BAR
+    assert error(state, expected) <= 1e-6
     assert raw > 0 or error(state, before) <= 1e-12
 
 
@@ -291,7 +293,7 @@ def check_scan(shape, options, device):
     with poisoned_memory():
         got, state = kernels.mamba1_scan(**arguments, out_dtype=F32)
     assert got.dtype == state.dtype == F32
-    assert error(got.double(), y) <= BAR and error(state.double(), last) <= BAR
+    assert error(got.double(), y) <= 1e-6 and error(state.double(), last) <= 1e-6
     assert all(same_bits(old, arguments[name]) for name, old in before.items())
     got, _ = kernels.mamba1_scan(**arguments)
     assert got.dtype == options.get("dtype", F32)
@@ -345,15 +347,15 @@ def test_the_ops_give_what_their_reference_gives(device):
     x, B, C, dt, z = layer.new_tokens(4)
     y, state = ops.scan_triton(C, x, B, dt, layer.A, layer.D, layer.checkpoint, z=z, **options)
     expected, last = ops.scan(C, x, B, dt, layer.A, layer.D, layer.checkpoint, z=z, **options)
-    assert error(y, expected) <= BAR and error(state, last) <= BAR
+    assert error(y, expected) <= 1e-6 and error(state, last) <= 1e-6
 
     positions, buffers = layer.positions(4, 0), layer.buffers()
     y = ops.step_triton(positions, x, B, C, dt, buffers, layer.A, layer.D, layer.checkpoint, z=z, **options)
     replayed = ops.replay(C, *buffers, layer.A, layer.D, layer.checkpoint, 0, 4, z=z, **options)
-    assert error(y, expected) <= BAR and error(replayed, expected) <= BAR
+    assert error(y, expected) <= 1e-6 and error(replayed, expected) <= 1e-6
     positions = layer.positions(0, 3)
     state = ops.fold_triton(positions, buffers, layer.A, layer.checkpoint, **options)
-    assert error(state, ops.fold(*buffers, layer.A, layer.checkpoint, 3, **options)) <= BAR
+    assert error(state, ops.fold(*buffers, layer.A, layer.checkpoint, 3, **options)) <= 1e-6
 
 
 # Long sequences.
@@ -407,12 +409,12 @@ def test_random_sequences_with_crops(seed, device):
         if bool((layer.held + tokens > slots).any()):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
-        assert error(y, expected) <= BAR
+        assert error(y, expected) <= 1e-6
         layer.crop(draw(layer.held))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold)
-        assert error(y, expected) <= BAR
-    assert error(*layer.whole_state()) <= BAR
+        assert error(y, expected) <= 1e-6
+    assert error(*layer.whole_state()) <= 1e-6
 
 
 @on_gpu
@@ -438,7 +440,7 @@ def test_offsets_beyond_32_bits(tokens, device):
 
     # (The few rows go in other tiles, which may sum in another order.)
     y = call(positions, *new, *owned, checkpoint)[rows]
-    assert error(y, call(positions[:, rows].contiguous(), *few)) <= BAR
+    assert error(y, call(positions[:, rows].contiguous(), *few)) <= 1e-6
     assert all(same_bits(tensor[rows], part) for tensor, part in zip(owned, few[4:7], strict=True))
     assert error(checkpoint[rows].float(), few[7].float()) <= 1e-3
     positions[2:4] = 0
@@ -480,10 +482,6 @@ def fold(all_, **options):
 
 def scan(all_, **options):
     return kernels.mamba1_scan(**{name: all_[name] for name in SCAN}, **options)
-
-
-def copy(all_):
-    return {name: tensor.clone() for name, tensor in all_.items()}
 
 
 @needs
@@ -580,30 +578,6 @@ def test_launches_on_the_tensors_device():
     assert torch.cuda.current_device() == 0
 
 
-def shorter(tensor):
-    return tensor[..., :-1].contiguous()
-
-
-def flat(tensor):
-    return tensor.flatten(0, 1)
-
-
-def gaps(tensor):
-    return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
-
-
-def elsewhere(tensor):
-    return tensor.to("meta")
-
-
-def halved(tensor):
-    return tensor.to(BF16)
-
-
-def whole_numbers(tensor):
-    return tensor.to(torch.int64)
-
-
 def wide(tensor):
     return tensor.new_zeros(*tensor.shape[:-2], 300, tensor.shape[-1])
 
@@ -615,9 +589,9 @@ MISFITS = [
     *((step, name, flat, name) for name in ("C", "dt", "z", *BUFFERS, "checkpoint")),
     *((step, name, gaps, f"{name}.* contiguous") for name in (*BUFFERS, "checkpoint", "positions")),
     *((step, name, elsewhere, name) for name in ("x", "B", "C", "dt", "A", "D", "dt_bias", "z", *BUFFERS)),
-    *((step, name, halved, name) for name in ("x", "B", "dt", *BUFFERS)),
-    *((step, name, whole_numbers, name) for name in ("x", "C", "dt", "z", "checkpoint", "A")),
-    (step, "positions", whole_numbers, "positions.*int32"),
+    *((step, name, cast(BF16), name) for name in ("x", "B", "dt", *BUFFERS)),
+    *((step, name, cast(torch.int64), name) for name in ("x", "C", "dt", "z", "checkpoint", "A")),
+    (step, "positions", cast(torch.int64), "positions.*int32"),
     (step, "checkpoint", wide, "300 columns"),
     (fold, "checkpoint", gaps, "checkpoint.* contiguous"),
     (fold, "x_buffer", shorter, "x_buffer"),
@@ -629,17 +603,9 @@ MISFITS = [
 
 
 @needs
-@pytest.mark.parametrize(
-    ("function", "name", "change", "message"),
-    [pytest.param(*case, id="-".join([case[0].__name__, case[1], case[2].__name__])) for case in MISFITS],
-)
+@pytest.mark.parametrize(("function", "name", "change", "message"), named(MISFITS))
 def test_misfits_raise_and_change_nothing(function, name, change, message, device):
-    a = arguments(device)
-    a[name] = change(a[name])
-    before = {key: value.clone() for key, value in a.items() if value.device.type != "meta"}
-    with pytest.raises(ValueError, match=message):
-        function(a)
-    assert all(same_bits(value, a[key]) for key, value in before.items())
+    refuses(arguments(device), function, name, change, message)
 
 
 @needs
@@ -659,7 +625,7 @@ def test_other_layouts_are_taken(layout, name, device):
     for function in (step, lambda all_: scan(all_)[0]):
         expected, got = function(dense), function(a)
         # (On a GPU another layout is another program.)
-        assert same_bits(expected, got) if device == "cpu" else error(got, expected) <= BAR
+        assert same_bits(expected, got) if device == "cpu" else error(got, expected) <= 1e-6
 
 
 @needs

@@ -9,7 +9,7 @@ from cases import BF16, F16, F32, INTERPRETED
 from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles
 
 import replayssm_kernels as kernels
-from replayssm_kernels import mamba1
+from replayssm_kernels import _launch, mamba1
 
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles, and does not interpret")
@@ -21,7 +21,7 @@ def compiled(request, monkeypatch):
     found = []
     for name in ("_step_kernel", "_fold_kernel", "_scan_kernel"):
         monkeypatch.setattr(mamba1, name, Compiles(getattr(mamba1, name), request.param, found))
-    monkeypatch.setattr(mamba1, "can_limit_registers", lambda device: request.param.backend == "cuda")
+    monkeypatch.setattr(_launch, "can_limit_registers", lambda device: request.param.backend == "cuda")
     return found
 
 

@@ -18,7 +18,6 @@ from cases import (
     F32,
     INTERPRETED,
     Layer,
-    bar,
     error,
     needs,
     on_gpu,
@@ -298,7 +297,7 @@ def test_random_sequences_with_crops(seed, device):
         if bool((layer.held + tokens > slots).any()):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
-        assert error(y, expected) <= bar(layer, tokens)
+        assert error(y, expected) <= layer.bar(tokens)
         layer.crop(draw(torch.minimum(layer.held, layer.croppable())))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold, fused=[None, True, False][i % 3])

@@ -14,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 from cases import BF16, F16, F32, INTERPRETED, Layer, error, needs, on_gpu, run_in_interpreter, same_bits
+from misfits import assert_same, cast, copy, elsewhere, few_slots, flat, gaps, named, refuses, shorter, three_heads
 
 import replayssm_kernels as kernels
 
@@ -78,14 +79,6 @@ def everything(all_):
     sum: inductor drops a `clone` between two operators that write to the same tensor, torch 2.11 and 2.13.)
     """
     return step(all_), fold(all_), fold(all_, inplace=True).sum(-1), decode(all_), conv(all_)
-
-
-def copy(all_):
-    return {name: tensor.clone() for name, tensor in all_.items()}
-
-
-def assert_same(a, b):
-    assert a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
 
 
 @needs
@@ -199,37 +192,6 @@ def test_launches_on_the_tensors_device():
 # Arguments that do not fit.
 
 
-def gaps(tensor):
-    """The same values, every second element."""
-    return torch.stack([tensor, torch.zeros_like(tensor)], -1)[..., 0]
-
-
-def shorter(tensor):
-    return tensor[..., :-1].contiguous()
-
-
-def flat(tensor):
-    return tensor.flatten(0, 1)
-
-
-def elsewhere(tensor):
-    return tensor.to("meta")
-
-
-def few_slots(tensor):
-    return tensor[:, :3].contiguous()
-
-
-def three_groups(tensor):
-    return tensor.repeat(1, 2, 1, 1)[:, :3].contiguous()
-
-
-def cast(dtype):
-    function = lambda tensor: tensor.to(dtype)  # noqa: E731
-    function.__name__ = str(dtype)
-    return function
-
-
 WEIGHTS = ("C", "dt", "A", "D", "dt_bias")
 # (function, argument, what is wrong with it, the error's message)
 MISFITS = [
@@ -249,7 +211,7 @@ MISFITS = [
     (conv, "conv_inputs", few_slots, "conv_inputs has 3 slots"),
     (fold, "checkpoint", gaps, "checkpoint.* contiguous"),
     (fold, "x_buffer", shorter, "x_buffer"),
-    (step, "B_buffer", three_groups, "4 heads .* 3 groups"),
+    (step, "B_buffer", three_heads, "4 heads .* 3 groups"),
 ]
 # Of the dtype of the buffer or not at all: a silent conversion loses digits.
 DTYPE_MISFITS = [
@@ -264,35 +226,22 @@ UNNAMED = [
 ]
 
 
-def named(cases):
-    return [pytest.param(*case, id="-".join([case[0].__name__, case[1], case[2].__name__])) for case in cases]
-
-
-def refuses(function, name, change, message, device):
-    a = arguments(device)
-    a[name] = change(a[name])
-    before = {key: value.clone() for key, value in a.items() if value.device.type != "meta"}
-    with pytest.raises(ValueError, match=message):
-        function(a)
-    assert all(same_bits(value, a[key]) for key, value in before.items())
-
-
 @needs
 @pytest.mark.parametrize(("function", "name", "change", "message"), named(MISFITS))
 def test_misfits_raise_and_change_nothing(function, name, change, message, device):
-    refuses(function, name, change, message, device)
+    refuses(arguments(device), function, name, change, message)
 
 
 @needs
 @pytest.mark.parametrize(("function", "name", "change", "message"), named(DTYPE_MISFITS))
 def test_dtypes_that_do_not_fit_raise(function, name, change, message, device):
-    refuses(function, name, change, message, device)
+    refuses(arguments(device), function, name, change, message)
 
 
 @needs
 @pytest.mark.parametrize(("function", "name", "change", "message"), named(UNNAMED))
 def test_errors_name_the_argument(function, name, change, message, device):
-    refuses(function, name, change, message, device)
+    refuses(arguments(device), function, name, change, message)
 
 
 @needs

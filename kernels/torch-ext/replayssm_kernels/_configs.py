@@ -75,10 +75,10 @@ def _choose(device: str, heads: int, head_dim: int, state: int, state_bytes: int
     config = nearest["config"]
     if (nearest["head_dim"], nearest["state"]) == (head_dim, state):
         return config
-    return replace(config, tile=_fit(config.tile, head_dim, state, tuned_for=nearest["state"]))
+    return replace(config, tile=fit(config.tile, head_dim, state, tuned_for=nearest["state"]))
 
 
-def _fit(tile: Tile, head_dim: int, state: int, tuned_for: int) -> Tile:
+def fit(tile: Tile, head_dim: int, state: int, tuned_for: int) -> Tile:
     """The tile for another head_dim and state: as many elements, and no row beyond the head's where that can be."""
     block_p = max(16, tile.block_p * tuned_for // max(next_power_of_2(state), 16))
     block_p = min(block_p, max(next_power_of_2(head_dim), 16))
@@ -99,14 +99,14 @@ def _default(heads: int, head_dim: int, state: int) -> Config:
     For a device that was not tuned for: 4096 elements of the state a warp keep enough loads under way. A small batch
     has latency to save, hence one launch.
     """
-    tile = _fit(Tile(32, 1, 64), head_dim, state, tuned_for=128)
+    tile = fit(Tile(32, 1, 64), head_dim, state, tuned_for=128)
     return Config(tile, fused=heads < 512)
 
 
 @functools.cache
 def fold_tile(head_dim: int, state: int) -> Tile:
     """For a flush alone."""
-    return _fit(Tile(64, 4, 32), head_dim, state, tuned_for=128)
+    return fit(Tile(64, 4, 32), head_dim, state, tuned_for=128)
 
 
 @functools.cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -177,6 +179,20 @@ def check_conv(
     if activation not in ("silu", "swish", None):
         raise ValueError(f"activation is 'silu' (or 'swish') or None, not {activation!r}.")
     return activation is not None
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What the kernels of a recurrence take of the convolution in front: shapes as for [`causal_conv`]."""
+
+    ring: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    silu: bool
+
+    @classmethod
+    def of(cls, conv_inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> Convolution:
+        return cls(conv_inputs, weight.contiguous(), None if bias is None else bias.contiguous(), silu)
 
 
 def causal_conv(

@@ -34,6 +34,19 @@ def can_limit_registers(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+def launch_options(tile, device: torch.device, overlaps: bool = False) -> dict:
+    """
+    triton's options for a launch with a `tile` of any recurrence (`warps`, `registers`); those that only some devices
+    know are named only there. `overlaps`: the launch begins before the one in front of it has ended.
+    """
+    options = {"num_warps": tile.warps, "num_stages": 1}
+    if overlaps:
+        options["launch_pdl"] = True
+    if tile.registers and can_limit_registers(device):
+        options["maxnreg"] = tile.registers
+    return options
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
@@ -87,6 +100,13 @@ def check_owned(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: t
     check(name, tensor, shape, like)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous (it is written in place): allocate it so.")
+
+
+def check_options(tokens: int, out_dtype: torch.dtype | None, fused: bool | None = None) -> None:
+    if fused and tokens != 1:
+        raise ValueError(f"`fused=True` serves one token, not {tokens}: pass None or False.")
+    if out_dtype not in (None, *DTYPES):
+        raise ValueError(f"`out_dtype` is float32, bfloat16 or float16, not {out_dtype}.")
 
 
 def check_positions(positions: torch.Tensor, batch: int, like: torch.Tensor) -> None:

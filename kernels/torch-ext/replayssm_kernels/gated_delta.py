@@ -11,21 +11,20 @@ c = 2 m k + h v channels of the convolution, K its kernel size. [, k] is there f
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
 
-from ._configs import Config, Tile, _fit
-from ._conv import PIECE, check_conv
+from ._configs import Config, Tile, fit
+from ._conv import PIECE, Convolution, check_conv
 from ._gated_delta_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
 from ._launch import (
-    DTYPES,
-    can_limit_registers,
     cdiv,
     check,
+    check_options,
     check_owned,
     check_positions,
     check_same_dtype,
+    launch_options,
     next_power_of_2,
     on_device_of,
     rows_contiguous,
@@ -80,7 +79,7 @@ def gated_delta_step(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_same_dtype(name, tensor, k_buffer, "k_buffer")
     _check_gates(g, beta, tokens, g_buffer, checkpoint)
-    _check_options(fused, tokens, out_dtype)
+    check_options(tokens, out_dtype, fused)
     return _step_op(positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, checkpoint, out_dtype, fused)
 
 
@@ -121,7 +120,7 @@ def gated_delta_decode(
     tokens = qkv.shape[1]
     silu = check_conv(qkv, conv_inputs, conv_weight, conv_bias, activation)
     _check_gates(g, beta, tokens, g_buffer, checkpoint)
-    _check_options(fused, tokens, out_dtype)
+    check_options(tokens, out_dtype, fused)
     return _decode_op(positions, qkv, g, beta, conv_inputs, conv_weight, conv_bias, k_buffer, u_buffer, g_buffer,
                       checkpoint, silu, out_dtype, fused)  # fmt: skip
 
@@ -171,13 +170,6 @@ def _check_gates(g, beta, tokens, g_buffer, checkpoint) -> None:
     check("beta", beta, (batch, tokens, heads), checkpoint)
 
 
-def _check_options(fused: bool | None, tokens: int, out_dtype: torch.dtype | None) -> None:
-    if fused and tokens != 1:
-        raise ValueError(f"`fused=True` serves one token, not {tokens}: pass None or False.")
-    if out_dtype not in (None, *DTYPES):
-        raise ValueError(f"`out_dtype` is float32, bfloat16 or float16, not {out_dtype}.")
-
-
 # How the kernels are launched. Of a `Tile` block_p are columns of the state (of V) and `columns` rows of it (of K) at a
 # time; of `state` there is "stream", for one token in two launches, and anything else: into registers as a whole.
 
@@ -197,12 +189,12 @@ def _config(heads: int, key_dim: int, value_dim: int, tokens: int) -> Config:
         tile = Tile(32, 4, 32)
     else:
         tile = Tile(64, 4, 32, state="stream")
-    return Config(_fit(tile, value_dim, key_dim, tuned_for=128), fused=heads < FUSED_BELOW, append_warps=2)
+    return Config(fit(tile, value_dim, key_dim, tuned_for=128), fused=heads < FUSED_BELOW, append_warps=2)
 
 
 def _fold_tile(key_dim: int, value_dim: int) -> Tile:
     """For a flush alone."""
-    return _fit(Tile(64, 4, 32, slots=32), value_dim, key_dim, tuned_for=128)
+    return fit(Tile(64, 4, 32, slots=32), value_dim, key_dim, tuned_for=128)
 
 
 def _tile_sizes(tile: Tile, key_dim: int, slots: int) -> tuple[int, int, int, int]:
@@ -211,25 +203,7 @@ def _tile_sizes(tile: Tile, key_dim: int, slots: int) -> tuple[int, int, int, in
     return tile.block_p, block_k, min(max(next_power_of_2(slots), 16), tile.slots), min(block_k, tile.columns)
 
 
-def _options(tile: Tile, device: torch.device, overlaps: bool = False) -> dict:
-    """Launch options of triton; those that only some devices know are named only there."""
-    options = {"num_warps": tile.warps, "num_stages": 1}
-    if overlaps:
-        options["launch_pdl"] = True
-    if tile.registers and can_limit_registers(device):
-        options["maxnreg"] = tile.registers
-    return options
-
-
 # The operators.
-
-
-@dataclass(frozen=True)
-class _Conv:
-    ring: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    silu: bool
 
 
 def _step(
@@ -269,7 +243,7 @@ def _decode(
     fused: bool | None,
 ) -> torch.Tensor:
     y = qkv.new_empty((*qkv.shape[:2], u_buffer.shape[1], u_buffer.shape[3]), dtype=out_dtype or qkv.dtype)
-    conv = _Conv(conv_inputs, conv_weight.contiguous(), None if conv_bias is None else conv_bias.contiguous(), silu)
+    conv = Convolution.of(conv_inputs, conv_weight, conv_bias, silu)
     _launch(positions, rows_contiguous(qkv), None, None, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, y,
             fused)  # fmt: skip
     return y
@@ -312,7 +286,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
             positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch,
             *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *sizes, fused,
             with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
-            config.tile.state == "stream" and not fused, **_options(config.tile, y.device, overlaps),
+            config.tile.state == "stream" and not fused, **launch_options(config.tile, y.device, overlaps),
         )  # fmt: skip
 
     with on_device_of(checkpoint):
@@ -340,7 +314,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
                     *beta_strides, tokens, t0, *sizes, block_t, *how, config.tile.evict, overlaps, tokens <= block_t,
-                    **_options(config.tile, y.device, overlaps),
+                    **launch_options(config.tile, y.device, overlaps),
                 )  # fmt: skip
         if tokens > block_t:
             _launch_fold(checkpoint, positions, k_buffer, u_buffer, g_buffer, checkpoint)
@@ -355,7 +329,7 @@ def _launch_fold(out, positions, k_buffer, u_buffer, g_buffer, checkpoint) -> No
         _fold_kernel[(batch * heads * cdiv(value_dim, tile.block_p),)](
             positions, checkpoint, k_buffer, u_buffer, g_buffer, out, batch, key_heads, heads, key_dim, value_dim,
             slots, g_buffer.dim() == 4, out is checkpoint, *_tile_sizes(tile, key_dim, slots),
-            **_options(tile, out.device),
+            **launch_options(tile, out.device),
         )  # fmt: skip
 
 

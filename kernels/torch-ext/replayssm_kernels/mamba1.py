@@ -15,13 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from ._launch import (
-    DTYPES,
-    can_limit_registers,
     cdiv,
     check,
+    check_options,
     check_owned,
     check_positions,
     check_same_dtype,
+    launch_options,
     multiprocessors,
     next_power_of_2,
     on_device_of,
@@ -182,8 +182,7 @@ def _check_new(x, B, C, dt, A, D, z, out_dtype, like) -> None:
         check("D", D, (groups, channels), like)
     if z is not None:
         check("z", z, (batch, tokens, groups, channels), like)
-    if out_dtype not in (None, *DTYPES):
-        raise ValueError(f"`out_dtype` is float32, bfloat16 or float16, not {out_dtype}.")
+    check_options(tokens, out_dtype)
 
 
 def _check_state_size(state: int) -> None:
@@ -243,14 +242,6 @@ def _launch_rows(checkpoint: torch.Tensor, tile: Tile) -> tuple[int, int]:
     return tiles * cdiv(batch, rows), rows
 
 
-def _options(tile: Tile, device: torch.device) -> dict:
-    """Launch options of triton; those that only some devices know are named only there."""
-    options = {"num_warps": tile.warps, "num_stages": 1}
-    if tile.registers and can_limit_registers(device):
-        options["maxnreg"] = tile.registers
-    return options
-
-
 # The operators.
 
 
@@ -286,7 +277,7 @@ def _step(
             positions, *new, unused if dt_bias is None else dt_bias, x_buffer, B_buffer, dt_buffer, checkpoint, A,
             unused if D is None else D, y, batch, rows, tokens, *strides, groups, state, channels, slots, tokens == 1,
             D is not None, z is not None, dt_bias is not None, *_sizes(tile, state), tile.evict,
-            **_options(tile, x.device),
+            **launch_options(tile, x.device),
         )  # fmt: skip
     return y
 
@@ -330,7 +321,7 @@ def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, d
         _fold_kernel[(programs,)](
             positions, x_buffer, B_buffer, dt_buffer, positions if dt_bias is None else dt_bias, checkpoint, A, out,
             batch, rows, groups, state, channels, slots, out is checkpoint, dt_bias is not None, *_sizes(tile, state),
-            **_options(tile, out.device),
+            **launch_options(tile, out.device),
         )  # fmt: skip
 
 
@@ -361,7 +352,7 @@ def _scan(
             *new, unused if dt_bias is None else dt_bias,
             unused if initial_state is None else initial_state.contiguous(), A, unused if D is None else D, y, out,
             batch, tokens, *strides, groups, state, channels, initial_state is not None, D is not None, z is not None,
-            dt_bias is not None, *_sizes(tile, state), **_options(tile, x.device),
+            dt_bias is not None, *_sizes(tile, state), **launch_options(tile, x.device),
         )  # fmt: skip
     return y, out
 

@@ -10,20 +10,19 @@ convolution, K its kernel size.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
 from . import _configs
-from ._conv import PIECE, check_conv
+from ._conv import PIECE, Convolution, check_conv
 from ._launch import (
-    DTYPES,
-    can_limit_registers,
     cdiv,
     check,
+    check_options,
     check_owned,
     check_positions,
     check_same_dtype,
+    launch_options,
     multiprocessors,
     next_power_of_2,
     on_device_of,
@@ -87,7 +86,7 @@ def mamba2_step(
     for name, tensor in (("x", x), ("B", B), ("C", C)):
         check_same_dtype(name, tensor, x_buffer, "x_buffer")
     _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
-    _check_options(fused, tokens, out_dtype)
+    check_options(tokens, out_dtype, fused)
     return _step_op(positions, x, B, C, dt, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
                     dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
 
@@ -132,7 +131,7 @@ def mamba2_decode(
     tokens = xBC.shape[1]
     silu = check_conv(xBC, conv_inputs, conv_weight, conv_bias, activation)
     _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
-    _check_options(fused, tokens, out_dtype)
+    check_options(tokens, out_dtype, fused)
     return _decode_op(positions, xBC, dt, conv_inputs, conv_weight, conv_bias, x_buffer, B_buffer, dt_buffer, A, D,
                       checkpoint, silu, dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
 
@@ -187,22 +186,7 @@ def _check_dt(dt, dt_bias, shape, like) -> None:
         check("dt_bias", dt_bias, shape[-1:], like)
 
 
-def _check_options(fused: bool | None, tokens: int, out_dtype: torch.dtype | None) -> None:
-    if fused and tokens != 1:
-        raise ValueError(f"`fused=True` serves one token, not {tokens}: pass None or False.")
-    if out_dtype not in (None, *DTYPES):
-        raise ValueError(f"`out_dtype` is float32, bfloat16 or float16, not {out_dtype}.")
-
-
 # The operators.
-
-
-@dataclass(frozen=True)
-class _Conv:
-    ring: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    silu: bool
 
 
 def _step(
@@ -250,7 +234,7 @@ def _decode(
     fused: bool | None,
 ) -> torch.Tensor:
     y = xBC.new_empty((*xBC.shape[:2], x_buffer.shape[1], x_buffer.shape[3]), dtype=out_dtype or xBC.dtype)
-    conv = _Conv(conv_inputs, conv_weight.contiguous(), None if conv_bias is None else conv_bias.contiguous(), silu)
+    conv = Convolution.of(conv_inputs, conv_weight, conv_bias, silu)
     _launch(positions, rows_contiguous(xBC), None, None, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
             dt_bias, dt_min, dt_max, y, fused)  # fmt: skip
     return y
@@ -288,7 +272,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
             _fused_kernel[(tiles,)](
                 positions, *new, checkpoint, A, unused if D is None else D, y, batch, *x_strides[::2], *B_strides[::2],
                 *C_strides[::2], dt.stride(0), dt.stride(2), *sizes, D is not None, *variant, dt_bias is not None,
-                *_tile_sizes(config.tile, state, slots), config.tile.evict, **_options(config.tile, y.device),
+                *_tile_sizes(config.tile, state, slots), config.tile.evict, **launch_options(config.tile, y.device),
             )  # fmt: skip
             return
         overlaps = config.overlap and can_overlap(checkpoint.device)
@@ -307,7 +291,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
                   batch, *C_strides)  # fmt: skip
         how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps)
-        options = _options(config.tile, y.device, overlaps)
+        options = launch_options(config.tile, y.device, overlaps)
         if tokens == 1:
             stream, keep = config.tile.state == "stream", config.tile.state == "keep"
             _step_kernel[(tiles,)](*common, *sizes, D is not None, *how, stream, keep, **options)
@@ -328,16 +312,6 @@ def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, 
     )
 
 
-def _options(tile: _configs.Tile, device: torch.device, overlaps: bool = False) -> dict:
-    """Launch options of triton; those that only some devices know are named only there."""
-    options = {"num_warps": tile.warps, "num_stages": 1}
-    if overlaps:
-        options["launch_pdl"] = True
-    if tile.registers and can_limit_registers(device):
-        options["maxnreg"] = tile.registers
-    return options
-
-
 def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint) -> None:
     """Into `out`; where that is the checkpoint, of rows that fold anything."""
     batch, heads, head_dim, state = checkpoint.shape
@@ -348,7 +322,7 @@ def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint) -
     with on_device_of(checkpoint):
         _fold_kernel[(programs,)](
             positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, batch, heads, groups, head_dim,
-            state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), **_options(tile, out.device),
+            state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), **launch_options(tile, out.device),
         )  # fmt: skip
 
 
