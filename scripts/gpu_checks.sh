@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts, results in the folder OUT (default: gpu-results):
 #
-#   scripts/gpu_checks.sh [tests] [sanitizer] [kernels] [profile] [generate] [speculation]     (no part named: all)
+#   scripts/gpu_checks.sh [tests] [sanitizer] [kernels] [recurrences] [profile] [generate] [speculation]
 #
-# PYTHON names the interpreter (default: that of .venv), WORKERS the test processes (default: cores less two), WHEEL a
-# wheel of mamba_ssm for the baselines. Each part goes on to the next one when it fails; the exit status says whether
-# any did. compute-sanitizer comes with CUDA; it runs on few small cases, each kernel compiled before.
+# No part named: all. PYTHON names the interpreter (default: that of .venv), WORKERS the test processes (default: cores
+# less two), WHEEL a wheel of mamba_ssm and FLA one of flash-linear-attention for the baselines. Each part goes on to the
+# next one when it fails; the exit status says whether any did. compute-sanitizer comes with CUDA; it runs on few small cases, each kernel compiled before.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-gpu-results} PYTHON=${PYTHON:-.venv/bin/python} WORKERS=${WORKERS:-$(($(nproc) > 3 ? $(nproc) - 2 : 1))}
@@ -41,7 +41,7 @@ SANITIZED=(
     "test_sizes and bfloat16" "test_layouts"
 )
 sanitizer() {
-    local files=(tests/kernels/test_mamba2.py tests/kernels/test_causal_conv.py tests/kernels/test_rms_norm.py)
+    local files=(tests/kernels/test_{mamba2,mamba1,gated_delta,causal_conv,rms_norm}.py)
     local which
     which=$(printf ' or (%s)' "${SANITIZED[@]}")
     OMP_NUM_THREADS=1 part sanitizer-warm 300 "${pytest[@]}" "${files[@]}" -n "$WORKERS" -q -k "${which:4}"
@@ -69,23 +69,30 @@ kernels() {
         --json "$OUT/geometries.json"
 }
 
+recurrences() { # besides Mamba-2
+    part mamba1 300 "$PYTHON" scripts/benchmark_mamba1.py "${baseline[@]}" --budget-ms 12 --json "$OUT/mamba1.json"
+    part gated-delta 300 "$PYTHON" scripts/benchmark_gated_delta.py ${FLA:+--fla "$FLA"} --json "$OUT/gated-delta.json"
+    local device=(--device cuda --tokens 8192 --heads 128 --groups 8 --dtype bfloat16)
+    part scan 60 "$PYTHON" scripts/benchmark_scan.py "${device[@]}"
+}
+
 profile() {
     part profile 120 "$PYTHON" scripts/profile_kernels.py
 }
 
 generate() {
     part generate 600 "$PYTHON" scripts/benchmark_generate.py --device cuda "${baseline[@]}" \
-        --batch 1 32 128 256 --compiled-batch 1 256 --json "$OUT/generate.json"
+        --batch 1 32 128 256 512 --compiled-batch 1 256 --json "$OUT/generate.json"
 }
 
 speculation() {
     part speculation 600 "$PYTHON" scripts/benchmark_speculative.py --device cuda --json "$OUT/speculation.json"
 }
 
-for name in "${@:-tests sanitizer kernels profile generate speculation}"; do
+for name in "${@:-tests sanitizer kernels recurrences profile generate speculation}"; do
     for name in $name; do
         case $name in
-            tests | sanitizer | kernels | profile | generate | speculation) $name ;;
+            tests | sanitizer | kernels | recurrences | profile | generate | speculation) $name ;;
             *) echo "gpu_checks: no part '$name'; see the head of the script" >&2 && exit 2 ;;
         esac
     done

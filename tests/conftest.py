@@ -20,9 +20,15 @@ torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 
 
-# Families whose mixer is, but for a projection or a norm, that of another one. In a plain run they have what is their
-# own, and the invariants with one buffer length; all else is run with `-m slow`.
-LIKE_ANOTHER = {"granitemoehybrid", "nemotron_h", "mamba", "falcon_mamba", "jamba", "kimi_linear"}
+# Families whose mixer is, but for a projection or a norm, that of another one here. In a plain run they have what is
+# their own, and the invariants with one buffer length; all else is run with `-m slow`.
+LIKE_ANOTHER = {
+    "granitemoehybrid",  # bamba
+    "nemotron_h",  # bamba
+    "falcon_mamba",  # mamba2 (without attention) and zamba
+    "mamba",  # likewise
+    "jamba",  # zamba
+}
 ALWAYS_WHOLE = {
     "test_selfcheck",
     "test_tiny_models",

@@ -341,11 +341,11 @@ def test_a_draft_with_another_tokenizer(family: str, more: bool):
     ids = random_ids(1, 9, seed=108)
     helper, assistant_tokenizer = draft_with_another_tokenizer(family, more)
     options = {"tokenizer": character_tokenizer(CHARACTERS), "assistant_tokenizer": assistant_tokenizer}
-    options["max_new_tokens"] = 24
+    options["max_new_tokens"] = new_tokens = 24 if family == "zamba" else 14  # whose draft is right less often
     with Forwards(enabled_model(family)) as target:
         sequences = generate(family, ids, assistant_model=helper, **options)
     assert_greedy(family, sequences, slice(9, None))
-    assert len(target.tokens) < 24  # drafts were accepted
+    assert len(target.tokens) < new_tokens  # drafts were accepted
 
     # Sampling, so cold that it is greedy. The draft stays as it is, and so another one can have its tokenizer.
     for assistant in (helper, copy.deepcopy(helper)):
@@ -354,7 +354,7 @@ def test_a_draft_with_another_tokenizer(family: str, more: bool):
         with Forwards(enabled_model(family)) as target:
             sequences = generate(family, ids, assistant_model=assistant, **options)
         assert_greedy(family, sequences, slice(9, None))
-        assert len(target.tokens) < 24
+        assert len(target.tokens) < new_tokens
         assert assistant.get_output_embeddings() is head
 
 

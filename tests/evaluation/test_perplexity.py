@@ -150,6 +150,8 @@ def test_a_replay_cache_counts_what_it_did(model):
     assert result.cache_stats["forwards"] == result.cache_stats["tokens"] == 32
     assert result.cache_stats["checkpoint_writes"] == 8
     assert result.replay["buffer_len"] == 4
+    result = evaluate_perplexity(model, None, document, carry_state=True)
+    assert result.replay["buffer_len"] == 16 and result.cache_stats["checkpoint_writes"] == 2  # what it ran with
 
 
 def test_rows_that_have_ended_leave_the_batch(model):

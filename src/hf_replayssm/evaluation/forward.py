@@ -126,14 +126,16 @@ def replay_settings(model, replay: Any) -> ReplayConfig:
     """The `ReplayConfig` of the replay caches, from such a config, a dict of fields, or None.
 
     Fields that are left out are those that the model was enabled with, else the defaults. A wrong one raises here and
-    now.
+    now, as does a model that is not supported.
     """
+    from hf_replayssm import ReplayCache
     from hf_replayssm.config import ReplayConfig
 
-    if isinstance(replay, ReplayConfig):
-        return replay
-    enabled_with = getattr(_unwrapped(model), "_replay_config", None)
-    return (enabled_with or ReplayConfig()).replace(**dict(replay or {}))
+    model = _unwrapped(model)
+    if not isinstance(replay, ReplayConfig):
+        replay = (getattr(model, "_replay_config", None) or ReplayConfig()).replace(**dict(replay or {}))
+    # As a cache of the model takes them: what is left open is the recurrence's choice.
+    return ReplayCache(config=model.config, replay_config=replay).replay_config
 
 
 @contextlib.contextmanager
