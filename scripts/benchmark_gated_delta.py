@@ -301,22 +301,59 @@ def candidates(window: bool) -> list:
     return found
 
 
-def tune(bench: Bench, case: Case, buffer_len: int, window: int | None, slots: int) -> list[tuple[float, str]]:
+@dataclass(frozen=True)
+class Tuned:
+    """What configurations are timed for: one token with `window` None, else windows of so many drafts."""
+
+    case: Case
+    window: int | None
+    buffer_len: int
+    slots: int
+
+    @classmethod
+    def of(cls, case: Case, window: int | None, buffer_len: int, slots: int) -> Tuned:
+        if window:
+            return cls(case, window, *harness.window_sizes(window, slots))
+        return cls(case, None, buffer_len, buffer_len)
+
+    @property
+    def cycle(self) -> list[Step]:
+        if self.window:
+            return harness.window_cycle(self.buffer_len, self.window, self.slots)
+        return plain_schedule(self.buffer_len, seen=64)
+
+    @property
+    def to_check(self) -> list[Step]:
+        if self.window:
+            return harness.window_schedule(self.buffer_len, self.window, self.slots, 1)
+        return plain_schedule(self.buffer_len)
+
+
+def compile_candidate(tuned: Tuned, config) -> None:
+    """In a worker: launches what `config` launches once, so that it lies in triton's cache."""
+    from replayssm_kernels import gated_delta
+
+    bench, case = harness._worker_bench, Case(**{**vars(tuned.case), "batch": 2})
+    step = tuned.cycle[0]
+    gated_delta.OVERRIDE = config
+    try:
+        replay(bench, bench.positions(case, [step]))(make_set(bench, case, tuned.slots, tuned.window or 1), step)
+        torch.cuda.synchronize()
+    except Exception:  # it will be seen, and reported, where it is measured
+        pass
+
+
+def tune(bench: Bench, tuned: Tuned) -> list[tuple[float, str]]:
     """(microseconds of a cycle, configuration), the fastest first; wrong ones and those that do not compile are not."""
     from replayssm_kernels import gated_delta
 
-    if window:
-        buffer_len, slots = harness.window_sizes(window, slots)
-        cycle = harness.window_cycle(buffer_len, window, slots)
-        to_check = harness.window_schedule(buffer_len, window, slots, 1)
-    else:
-        slots, cycle, to_check = buffer_len, plain_schedule(buffer_len, seen=64), plain_schedule(buffer_len)
+    case, cycle, to_check = tuned.case, tuned.cycle, tuned.to_check
     launch = replay(bench, bench.positions(case, [*cycle, *to_check]))
-    sets, found = make_sets(bench, case, slots, window or 1), []
-    for config in candidates(bool(window)):
+    sets, found = make_sets(bench, case, tuned.slots, tuned.window or 1), []
+    for config in candidates(bool(tuned.window)):
         gated_delta.OVERRIDE = config
         try:
-            if error_of(bench, case, launch, to_check, slots) <= tolerance(case):
+            if error_of(bench, case, launch, to_check, tuned.slots) <= tolerance(case):
                 us = bench.time(launch, sets, cycle, bench.expected_us(mean_bytes(case, cycle)))
                 found.append((us, str(config)))
         except Exception as error:  # more shared memory or registers than there are
@@ -386,6 +423,7 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=32, help="of the buffer that windows are timed with")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="GPU time per figure")
     parser.add_argument("--tune", action="store_true", help="time launch configurations instead")
+    parser.add_argument("--workers", type=int, default=0, help="processes that compile before --tune times")
     parser.add_argument("--commit", help="what to write down as the commit")
     parser.add_argument("--json", help="write the results here")
     args = parser.parse_args()
@@ -405,13 +443,19 @@ def main() -> None:
         "commit": args.commit or harness.commit_of(Path(__file__).parent),
     }  # fmt: skip
     result = {"about": about, "steps": [], "windows": [], "tuned": []}
+    if args.tune and args.workers:
+        todo = [
+            (Tuned.of(GEOMETRIES[name], window, args.buffer_len, args.slots), config)
+            for name in args.geometry for window in (None, *args.window) for config in candidates(bool(window))
+        ]  # fmt: skip
+        harness.in_workers(compile_candidate, todo, args.workers)
     for name, checkpoint, batch in itertools.product(args.geometry, args.checkpoint, args.batch):
         base = GEOMETRIES[name]
         case = Case(**{**vars(base), "batch": batch, "checkpoint": checkpoint})
         print(f"{name} {checkpoint} batch {batch}", file=sys.stderr)
         if args.tune:
             for window in (None, *args.window):
-                found = tune(bench, case, args.buffer_len, window, args.slots)
+                found = tune(bench, Tuned.of(case, window, args.buffer_len, args.slots))
                 result["tuned"].append({**case.row(), "window": window, "found": found})
                 print(f"{name} {checkpoint} batch {batch} window {window}")
                 print("\n".join(f"  {us:8.2f}  {config}" for us, config in found[:8]), flush=True)

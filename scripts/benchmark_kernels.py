@@ -1201,6 +1201,15 @@ def compile_job(job: Job) -> str | None:
     return None
 
 
+def in_workers(function: Callable, arguments: list[tuple], workers: int) -> None:
+    """Calls `function(*arguments)` for each in processes that share the GPU, each with a `_worker_bench`."""
+    pool = concurrent.futures.ProcessPoolExecutor(
+        workers, mp_context=multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(None,)
+    )
+    with pool:
+        list(pool.map(function, *zip(*arguments), chunksize=2))
+
+
 def precompile(jobs: list[Job], workers: int, mamba_ssm: Path | None, timeout: float) -> None:
     """
     Compiles in `workers` processes of the same GPU. Hundreds of variants at a second or more each would otherwise take

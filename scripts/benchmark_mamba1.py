@@ -14,6 +14,7 @@ side gets raw dt, its bias (softplus), D, and the gate z.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import benchmark_kernels as harness
 import torch
 from benchmark_kernels import (
     DTYPES,
@@ -345,6 +347,35 @@ def measure_scan(bench: Bench, case: Case, tokens: int) -> dict[str, Any]:
     return row
 
 
+def tiles(batch: int) -> list:
+    """Launch configurations worth a try: few, for each is compiled (but for its rows)."""
+    from replayssm_kernels.mamba1 import Tile
+
+    # (channels, of a thread, warps) and the limits on registers
+    programs = {(16, 2, 1): (0,), (32, 2, 1): (0,), (64, 2, 1): (0, 112, 128), (128, 2, 2): (0,), (128, 4, 1): (0,)}
+    found = []
+    for ((block_p, vector, warps), limits), ahead in itertools.product(programs.items(), (2, 3)):
+        for registers, rows, evict in itertools.product(limits, (1, 2, 4, 8), ("", "evict_first")):
+            if rows <= batch and (not evict or (block_p, registers) == (64, 128)):
+                found.append(Tile(block_p, vector, ahead, warps, registers, rows, evict))
+    return found
+
+
+def slots_of(length: int, tokens: int) -> int:
+    return length if tokens == 1 else length + 2 * tokens + 1
+
+
+def compile_tile(case: Case, length: int, tokens: int, tile) -> None:
+    """In a worker: launches a step once, so that it lies in triton's cache."""
+    from replayssm_kernels import mamba1
+
+    bench, case, step = harness._worker_bench, dataclasses.replace(case, batch=2), plain_schedule(1)[0]
+    mamba1.OVERRIDE = tile
+    one = make_set(bench, case, slots_of(length, tokens), tokens)
+    replay_step(bench, parameters(bench, case), bench.positions(case, [step]))(one, step)
+    torch.cuda.synchronize()
+
+
 def sweep(bench: Bench, case: Case, length: int, window: int) -> list[dict[str, Any]]:
     """Launch configurations of a step's cycle and of a window between flushes, best first."""
     from replayssm_kernels import mamba1
@@ -352,23 +383,15 @@ def sweep(bench: Bench, case: Case, length: int, window: int) -> list[dict[str, 
     p = parameters(bench, case)
     found = []
     for tokens in (1, window):
-        slots = length if tokens == 1 else length + 2 * tokens + 1
+        slots = slots_of(length, tokens)
         schedule = plain_schedule(length) if tokens == 1 else window_cycle(length, tokens, slots)
         launch = replay_step(bench, p, bench.positions(case, schedule))
         sets = make_sets(bench, case, slots, tokens)
         count = mean_bytes(case, schedule, step_bytes)
-        # (channels, of a thread, warps) and the limits on registers: few, for each is compiled.
-        programs = {(16, 2, 1): (0,), (32, 2, 1): (0,), (64, 2, 1): (0, 112, 128), (128, 2, 2): (0,), (128, 4, 1): (0,)}
-        for ((block_p, vector, warps), limits), ahead in itertools.product(programs.items(), (2, 3)):
-            for registers, rows, evict in itertools.product(limits, (1, 2, 4, 8), ("", "evict_first")):
-                if rows > case.batch or (evict and (block_p, registers) != (64, 128)):
-                    continue
-                mamba1.OVERRIDE = mamba1.Tile(block_p, vector, ahead, warps, registers, rows, evict)
-                us = bench.time(launch, sets, schedule, bench.expected_us(count))
-                found.append({**case.row(), "tokens": tokens, "tile": str(mamba1.OVERRIDE), "us": us})
-        mamba1.OVERRIDE = None
-        us = bench.time(launch, sets, schedule, bench.expected_us(count))
-        found.append({**case.row(), "tokens": tokens, "tile": "the default", "us": us})
+        for tile in (*tiles(case.batch), None):
+            mamba1.OVERRIDE = tile
+            us = bench.time(launch, sets, schedule, bench.expected_us(count))
+            found.append({**case.row(), "tokens": tokens, "tile": str(tile or "the default"), "us": us})
     return sorted(found, key=lambda row: (row["tokens"], row["us"]))
 
 
@@ -463,6 +486,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--window-buffer-len", type=int, default=4)
     add("--scan-tokens", type=int, nargs="*", default=[4096])
     add("--sweep", action="store_true", help="only: launch configurations of the first geometry and dtype")
+    add("--workers", type=int, default=0, help="processes that compile before --sweep times")
     add("--budget-ms", type=float, default=60.0, help="GPU time per figure, in ms")
     add("--mamba-ssm", help="a wheel of mamba_ssm, or a folder that holds it or its wheel; default: the installed one")
     add("--time-limit", type=float, default=0.0, help="start no further row after so many seconds")
@@ -491,6 +515,10 @@ def run(bench: Bench, args: argparse.Namespace, result: dict, began: float) -> N
         few = [
             case for case in cases if case.geometry.name == args.geometry[0] and case.checkpoint == args.checkpoint[0]
         ]
+        if args.workers:
+            programs = {dataclasses.replace(tile, rows=1) for tile in tiles(8)}
+            todo = [(few[0], args.window_buffer_len, tokens, tile) for tokens in (1, 5) for tile in programs]
+            harness.in_workers(compile_tile, todo, args.workers)
         jobs = [("sweeps", case, lambda case: sweep(bench, case, args.window_buffer_len, 5)) for case in few]
     else:
         jobs += [("steps", case, lambda case: measure_step(bench, case, args.buffer_len)) for case in cases]

@@ -8,12 +8,10 @@ fastest is written to a JSON file in the form of `replayssm_kernels/configs.json
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import dataclasses
 import itertools
 import json
 import math
-import multiprocessing
 import sys
 import time
 
@@ -189,13 +187,7 @@ def main() -> None:
         for job in jobs
         for config in job.all_candidates()
     }
-    with concurrent.futures.ProcessPoolExecutor(
-        args.workers,
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=benchmark.start_worker,
-        initargs=(None,),
-    ) as pool:
-        list(pool.map(compile_candidate, *zip(*unique.values()), chunksize=2))
+    benchmark.in_workers(compile_candidate, list(unique.values()), args.workers)
     print(f"compiled {len(unique)} in {time.time() - began:.0f} s", flush=True)
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     bench = Bench(benchmark.load_ours(), None, "cuda", args.budget_ms, l2)
