@@ -23,7 +23,7 @@ import time
 import types
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -286,19 +286,22 @@ def candidates(window: bool) -> list:
     """Launch configurations worth a try."""
     from replayssm_kernels._configs import Config, Tile
 
-    sizes = [(columns, warps) for columns, warps in itertools.product((16, 32, 64, 128), (1, 2, 4, 8))
-             if 8 <= columns // warps <= 64]  # fmt: skip
-    found = []
-    for columns, warps in sizes:
-        for rows, evict in itertools.product((16, 32, 64), ("", "evict_first")):
-            if window:
-                found.append(Config(Tile(columns, warps, rows, evict, slots=32)))
-                continue
-            found.append(Config(Tile(columns, warps, rows, evict, state="stream"), append_warps=1))
-            if rows == 32:
-                found += [Config(Tile(columns, warps, rows, evict, registers=registers), fused=True)
-                          for registers in (0, 128)]  # fmt: skip
-    return found
+    if window:
+        sizes = [(32, 2, 32), (32, 1, 32), (16, 1, 32), (64, 4, 32), (64, 2, 32), (32, 2, 64), (32, 2, 16)]
+        return [
+            Config(Tile(*size, slots=32), append_warps=warps) for size, warps in itertools.product(sizes, (1, 2, 4))
+        ]
+    again = [Tile(*size, 32) for size in ((16, 1), (32, 1), (32, 2), (64, 4))]
+    keep = [Tile(*size, 32, state="keep", registers=registers) for size, registers in
+            (((16, 1), 0), ((32, 1), 0), ((32, 2), 0), ((32, 2), 128), ((64, 4), 128))]  # fmt: skip
+    evicting = [replace(tile, evict="evict_first") for tile in (again[1], keep[3])]
+    tiles = [*again, *keep, *evicting, Tile(16, 1, 64, state="stream")]
+    found = [Config(tile, append_warps=warps) for tile, warps in itertools.product(tiles, (1, 2, 4))]
+    found += [replace(config, overlap=False) for config in (found[3], found[21])]
+    fused = [
+        Tile(*size, 32, state=state) for size in ((32, 2), (32, 4), (64, 4), (16, 2)) for state in ("again", "keep")
+    ]
+    return found + [Config(tile, fused=True) for tile in fused]
 
 
 @dataclass(frozen=True)

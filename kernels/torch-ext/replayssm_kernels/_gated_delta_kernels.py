@@ -245,9 +245,13 @@ def _append_kernel(
         record(new_ptr, q_stride_t, row_ring_ptr, seen, count, t, q_channel, c_ok, CHANNELS, RING, REUSES_SLOTS)
         record(new_ptr, q_stride_t, row_ring_ptr, seen, count, t, k_channel, c_ok, CHANNELS, RING, REUSES_SLOTS)
     else:
-        q = tl.load(new_ptr + t[:, None] * q_stride_t + m * q_stride_h + c[None, :], tile_ok, other=0.0)
+        # (Whether a token counts is asked of the values, so that their loads need not wait for the row's positions.)
+        there = (t < T)[:, None] & c_ok[None, :]
+        q = tl.load(new_ptr + t[:, None] * q_stride_t + m * q_stride_h + c[None, :], there, other=0.0)
         at = k_ptr + b * k_stride_b + t[:, None] * k_stride_t + m * k_stride_h + c[None, :]
-        k = tl.load(at, tile_ok, other=0.0)
+        k = tl.load(at, there, other=0.0)
+        q = tl.where(real[:, None], q, 0.0)
+        k = tl.where(real[:, None], k, 0.0)
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
     tl.store(k_row_ptr + slot[:, None] * K + c[None, :], k, mask=tile_ok)
@@ -263,38 +267,80 @@ def _append_kernel(
             h = m * PER_KEY_HEAD + r
             g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * K)
             g = tl.load(g_ptr + b * g_stride_b + t[:, None] * g_stride_t + h * g_stride_h + c[None, :],
-                        mask=tile_ok, other=0.0).to(tl.float32)  # fmt: skip
+                        mask=(t < T)[:, None] & c_ok[None, :], other=0.0).to(tl.float32)  # fmt: skip
+            g = tl.where(real[:, None], g, 0.0)
             tl.store(g_row_ptr + slot[:, None] * K + c[None, :], g, mask=tile_ok)
-            tl.debug_barrier()  # a token meets those before it as they lie in the buffer
-            for i in range(tl.minimum(tl.maximum(count - t0, 0), BLOCK_T)):
-                this = token == i
-                k_i = tl.sum(tl.where(this[:, None], wide_k * k_scale[:, None], 0.0), axis=0)
-                q_i = tl.sum(tl.where(this[:, None], wide_q * q_scale[:, None], 0.0), axis=0)
-                g_i = tl.sum(tl.where(this[:, None], g, 0.0), axis=0)
-                new = held + t0 + i
-                row_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * (t0 + i)) * WIDTH
+            row_scores_ptr = scores_ptr + (b * HV + h) * (2 * T * WIDTH)
+            row_kq_ptr = kq_ptr + (b * HV + h) * (2 * T * K)
+            if BLOCK_T == 1:
+                new = tl.where(count > 0, held, 0)
+                k_1 = tl.reshape(wide_k * k_scale[:, None], (BLOCK_K,))
+                q_1 = tl.reshape(wide_q * q_scale[:, None], (BLOCK_K,))
+                g_1 = tl.reshape(g, (BLOCK_K,))
                 elapsed = tl.zeros((BLOCK_K,), tl.float32)
                 blocks = (new + BLOCK_J - 1) // BLOCK_J
                 for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
                     place = (blocks - 1 - block) * BLOCK_J + j
-                    by_k, by_q, elapsed = _scores(place, new, first, elapsed, g_i, k_i, q_i, c, k_row_ptr, g_row_ptr,
+                    by_k, by_q, elapsed = _scores(place, new, first, elapsed, g_1, k_1, q_1, c, k_row_ptr, g_row_ptr,
                                                   K, SLOTS, PER_CHANNEL)  # fmt: skip
                     tl.store(row_scores_ptr + place, by_k, mask=place < new)
                     tl.store(row_scores_ptr + WIDTH + place, by_q, mask=place < new)
-                tl.store(row_scores_ptr + WIDTH + new, tl.sum(k_i * q_i, axis=0))
+                tl.store(row_scores_ptr + WIDTH + new, tl.sum(k_1 * q_1, axis=0))
                 tl.store(row_scores_ptr + SLOTS, 1.0)
                 tl.store(row_scores_ptr + WIDTH + SLOTS, 1.0)
-                decay = _decay(_total(elapsed, new, first, g_i, c, g_row_ptr, K, PER_CHANNEL))
-                row_kq_ptr = kq_ptr + ((b * HV + h) * (2 * T) + 2 * (t0 + i)) * K + c
-                tl.store(row_kq_ptr, k_i * decay, mask=c_ok)
-                tl.store(row_kq_ptr + K, q_i * decay, mask=c_ok)
+                decay = _decay(_total(elapsed, new, first, g_1, c, g_row_ptr, K, PER_CHANNEL))
+                tl.store(row_kq_ptr + c, k_1 * decay, mask=c_ok)
+                tl.store(row_kq_ptr + K + c, q_1 * decay, mask=c_ok)
+            else:
+                # What decays between a new token and one before them all is split at their border: both factors are
+                # at most 1, and the scores are products of matrices. Among the new ones each pair has its exponent.
+                k_n, q_n = wide_k * k_scale[:, None], wide_q * q_scale[:, None]
+                since = tl.cumsum(g, axis=0)
+                for i in tl.static_range(BLOCK_T):
+                    if t0 + i < count:
+                        this = (token == i)[:, None]
+                        since_i = tl.sum(tl.where(this, since, 0.0), axis=0)
+                        k_i = tl.sum(tl.where(this, k_n, 0.0), axis=0)
+                        decayed = k_i[None, :] * _decay(since - since_i[None, :])
+                        by_k, by_q = tl.sum(k_n * decayed, axis=1), tl.sum(q_n * decayed, axis=1)
+                        pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
+                        tl.store(pair_at, by_k, mask=real & (token > i))
+                        tl.store(pair_at + WIDTH, by_q, mask=real & (token >= i))
+                decay = _decay(since)
+                kq = _interleave(k_n * decay, q_n * decay, BLOCK_T, BLOCK_K)  # (2 T, K)
+                row = tl.arange(0, 2 * BLOCK_T)
+                row_ok = t0 + row // 2 < T
+                elapsed = tl.zeros((BLOCK_K,), tl.float32)
+                before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
+                blocks = (before + BLOCK_J - 1) // BLOCK_J
+                for block in tl.range(0, blocks, num_stages=1):  # (its loads would fill shared memory)
+                    place = (blocks - 1 - block) * BLOCK_J + j
+                    past, inverse = _keys(place, before, first, c, k_row_ptr, K, SLOTS)
+                    behind = _next_g_channels(place, before, first, c, g_row_ptr, K, SLOTS)
+                    past *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed[None, :]) * inverse[:, None]
+                    elapsed += tl.sum(behind, axis=0)
+                    products = _dot(kq, tl.trans(past), tl.zeros((2 * BLOCK_T, BLOCK_J), tl.float32))
+                    score_at = row_scores_ptr + (2 * t0 + row[:, None]) * WIDTH + place[None, :]
+                    tl.store(score_at, products, mask=row_ok[:, None] & (place < before)[None, :])
+                tl.store(row_scores_ptr + (2 * t0 + row) * WIDTH + SLOTS, tl.full((2 * BLOCK_T,), 1.0, tl.float32),
+                         mask=row_ok)  # fmt: skip
+                elapsed += tl.load(g_row_ptr + first * K + c, mask=c < tl.where(before > 0, K, 0), other=0.0)
+                kq_at = row_kq_ptr + (2 * t0 + row[:, None]) * K + c[None, :]
+                tl.store(kq_at, kq * _decay(elapsed)[None, :], mask=row_ok[:, None] & c_ok[None, :])
     else:
         r = tl.arange(0, BLOCK_R)
         r_ok = r < PER_KEY_HEAD
         h = m * PER_KEY_HEAD + r
-        at = g_ptr + b * g_stride_b + t[None, :] * g_stride_t + h[:, None] * g_stride_h
-        g = tl.load(at, mask=r_ok[:, None] & real[None, :], other=0.0).to(tl.float32)  # (R, T)
+        before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
         row_g_ptr = g_buffer_ptr + (b * HV + h[:, None]) * SLOTS
+        at = g_ptr + b * g_stride_b + t[None, :] * g_stride_t + h[:, None] * g_stride_h
+        g = tl.load(at, mask=r_ok[:, None] & (t < T)[None, :], other=0.0).to(tl.float32)  # (R, T)
+        g = tl.where(real[None, :], g, 0.0)
+        # Where a block spans the buffer its loads are under way before all that follows.
+        if SLOTS <= BLOCK_J:
+            past, next_g = _past(j, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K, SLOTS)
+        oldest_ptr = g_buffer_ptr + (b * HV + h) * SLOTS + first
+        oldest_g = tl.load(oldest_ptr, mask=r < tl.where(before > 0, PER_KEY_HEAD, 0), other=0.0)
         tl.store(row_g_ptr + slot[None, :], g, mask=r_ok[:, None] & real[None, :])
         # Of every token, what decays behind it in this launch.
         after = real & (token + 1 < BLOCK_T) & (t + 1 < count)
@@ -321,31 +367,46 @@ def _append_kernel(
             mask=scores_ok[:, :, None] & seen_by[None, :, :],
         )
         elapsed = tl.sum(g, axis=1)  # (R,)
-        before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
-        blocks = (before + BLOCK_J - 1) // BLOCK_J
-        for block in range(blocks):
-            place = (blocks - 1 - block) * BLOCK_J + j
-            used = place < before
-            past_slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-            past = tl.load(
-                k_row_ptr + past_slot[:, None] * K + c[None, :], mask=used[:, None] & c_ok[None, :], other=0.0
-            )
-            wide_past = past.to(tl.float32)
-            inverse = _inverse_length(tl.sum(wide_past * wide_past, axis=1))
-            products = _products(kq, wide_past, past, BLOCK_T) * scale[:, None] * inverse[None, :]  # (2 T, J)
-            next_used = place + 1 < before
-            next_slot = ring_slot(first, tl.where(next_used, place + 1, 0), SLOTS)
-            next_g = tl.load(row_g_ptr + next_slot[None, :], mask=r_ok[:, None] & next_used[None, :], other=0.0)
-            exponent = (tl.cumsum(next_g, axis=1, reverse=True) + elapsed[:, None])[:, None, :] - now[:, :, None]
-            tl.store(
-                row_scores_ptr[:, :, None] + place[None, None, :],
-                products[None, :, :] * _decay(exponent),
-                mask=scores_ok[:, :, None] & used[None, None, :],
-            )
-            elapsed += tl.sum(next_g, axis=1)
-        oldest_ptr = g_buffer_ptr + (b * HV + h) * SLOTS + first
-        elapsed += tl.load(oldest_ptr, mask=r < tl.where(before > 0, PER_KEY_HEAD, 0), other=0.0)
+        if SLOTS <= BLOCK_J:
+            elapsed = _store_scores(row_scores_ptr, kq, scale, past, next_g, elapsed, now, j, before, scores_ok,
+                                    BLOCK_T)  # fmt: skip
+        else:
+            blocks = (before + BLOCK_J - 1) // BLOCK_J
+            for block in range(blocks):
+                place = (blocks - 1 - block) * BLOCK_J + j
+                past, next_g = _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K, SLOTS)
+                elapsed = _store_scores(row_scores_ptr, kq, scale, past, next_g, elapsed, now, place, before,
+                                        scores_ok, BLOCK_T)  # fmt: skip
+        elapsed += oldest_g
         tl.store(row_scores_ptr + SLOTS, _decay(elapsed[:, None] - now) * scale[None, :], mask=scores_ok)
+
+
+@triton.jit
+def _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
+    """Keys (J, K) at some places below `before`, and g (R, J) of the places behind them; zeros elsewhere."""
+    used = place < before
+    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
+    past = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & c_ok[None, :], other=0.0)
+    next_used = place + 1 < before
+    next_slot = ring_slot(first, tl.where(next_used, place + 1, 0), SLOTS)
+    next_g = tl.load(row_g_ptr + next_slot[None, :], mask=r_ok[:, None] & next_used[None, :], other=0.0)
+    return past, next_g
+
+
+@triton.jit
+def _store_scores(row_scores_ptr, kq, scale, past, next_g, elapsed, now, place, before, scores_ok,
+                  BLOCK_T: tl.constexpr):  # fmt: skip
+    """Of the new tokens with the keys at some places; returns `elapsed` with the g behind these."""
+    wide_past = past.to(tl.float32)
+    inverse = _inverse_length(tl.sum(wide_past * wide_past, axis=1))
+    products = _products(kq, wide_past, past, BLOCK_T) * scale[:, None] * inverse[None, :]  # (2 T, J)
+    exponent = (tl.cumsum(next_g, axis=1, reverse=True) + elapsed[:, None])[:, None, :] - now[:, :, None]
+    tl.store(
+        row_scores_ptr[:, :, None] + place[None, None, :],
+        products[None, :, :] * _decay(exponent),
+        mask=scores_ok[:, :, None] & (place < before)[None, None, :],
+    )
+    return elapsed + tl.sum(next_g, axis=1)
 
 
 @triton.jit
@@ -404,6 +465,7 @@ def _step_kernel(
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STREAM: tl.constexpr,  # without FUSED: the state goes through shared memory, and not into registers at once
+    KEEP: tl.constexpr,  # without STREAM: a flush takes the state from the registers, and does not read it again
 ):  # fmt: skip
     """
     One token, one tile: BLOCK_V columns of the state of one head. With FUSED every program of a key head appends the
@@ -420,19 +482,23 @@ def _step_kernel(
         at = head_state_ptr + c[:, None] * V + v[None, :]
         state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
-    if WAITS:
-        wait_for_previous()
     is_new = count > 0
     new_c_ok = c < tl.where(is_new, K, 0)
     new_v_ok = v < tl.where(is_new, V, 0)
     new_slot = ring_slot(first, tl.where(is_new, held, 0), SLOTS)
+    seen_by = tl.where(is_new, held, 0)
+    j = tl.arange(0, BLOCK_J)
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
-    beta = tl.load(beta_ptr + b * beta_stride_b + h * beta_stride_h, mask=is_new, other=0.0).to(tl.float32)
-    for_k = tl.zeros((BLOCK_V,), tl.float32)
-    for_q = tl.zeros((BLOCK_V,), tl.float32)
+    beta = tl.load(beta_ptr + b * beta_stride_b + h * beta_stride_h).to(tl.float32)
+    if SLOTS <= BLOCK_J and not FUSED:
+        held_u = _buffered_u(j, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
+    if WAITS:
+        wait_for_previous()  # for kq, scores and v
     if FUSED:
+        for_k = tl.zeros((BLOCK_V,), tl.float32)
+        for_q = tl.zeros((BLOCK_V,), tl.float32)
         dtype = k_buffer_ptr.dtype.element_ty
         if CONV:
             CHANNELS: tl.constexpr = 2 * HK * K + HV * V
@@ -479,7 +545,6 @@ def _step_kernel(
         k *= _inverse_length(tl.sum(k * k, axis=0))
         q *= _inverse_length(tl.sum(q * q, axis=0)) * K**-0.5
         own = tl.sum(k * q, axis=0)
-        j = tl.arange(0, BLOCK_J)
         blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
         for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
             place = (blocks - 1 - block) * BLOCK_J + j
@@ -489,63 +554,83 @@ def _step_kernel(
             for_k += tl.sum(by_k[:, None] * u, axis=0)
             for_q += tl.sum(by_q[:, None] * u, axis=0)
         decay = _decay(_total(elapsed, held, first, g, c, g_row_ptr, K, PER_CHANNEL))
-        k *= decay
-        q *= decay
+        wide = state.to(tl.float32)
+        more_k, more_q = _sum_rows(wide * (k * decay)[:, None], wide * (q * decay)[:, None])
+        for_k += more_k
+        for_q += more_q
     else:
-        new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=new_v_ok, other=0.0).to(tl.float32)
+        # (Loads that need not wait for the row's positions. What a row without a new token gets nobody reads.)
+        new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=v_ok, other=0.0).to(tl.float32)
         row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
         row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K)
-        k_scale = tl.load(row_scores_ptr + SLOTS, mask=is_new, other=0.0)
-        q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1, mask=is_new, other=0.0)
+        k_scale = tl.load(row_scores_ptr + SLOTS)
+        q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1)
         own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
-        # Rows of the state, with STREAM, and of the buffer are added to ROWS rows first, and lanes behind the loops.
-        k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
-        q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
-        row = tl.arange(0, ROWS)
-        seen_by = tl.where(is_new, held, 0)
-        if SLOTS <= ROWS:
-            u = _buffered_u(row, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
-            by_k = tl.load(row_scores_ptr + row, mask=row < seen_by, other=0.0)
-            by_q = tl.load(row_scores_ptr + SLOTS + 1 + row, mask=row < seen_by, other=0.0)
+        if SLOTS <= BLOCK_J:
+            by_k = tl.load(row_scores_ptr + j, mask=j < seen_by, other=0.0)
+            by_q = tl.load(row_scores_ptr + SLOTS + 1 + j, mask=j < seen_by, other=0.0)
         if STREAM:
-            # All pieces are under way, into shared memory, before the first is used.
+            # All pieces are under way, into shared memory, before the first is used. Their rows are added to ROWS rows
+            # first, and lanes behind the loop.
+            k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+            q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
             for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
-                n = piece * ROWS + row
+                n = piece * ROWS + tl.arange(0, ROWS)
                 at = head_state_ptr + n[:, None] * V + v[None, :]
                 ok = (n < K)[:, None] & v_ok[None, :]
                 part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
-                new_n_ok = n < tl.where(is_new, K, 0)
-                k = tl.load(row_kq_ptr + n, mask=new_n_ok, other=0.0).to(tl.float32) * k_scale
-                q = tl.load(row_kq_ptr + K + n, mask=new_n_ok, other=0.0).to(tl.float32) * q_scale
+                k = tl.load(row_kq_ptr + n, mask=n < K, other=0.0).to(tl.float32)
+                q = tl.load(row_kq_ptr + K + n, mask=n < K, other=0.0).to(tl.float32)
                 k_rows += part * k[:, None]
                 q_rows += part * q[:, None]
+            for_k, for_q = _sum_rows(k_rows, q_rows)
         else:
-            k = tl.load(row_kq_ptr + c, mask=new_c_ok, other=0.0).to(tl.float32) * k_scale
-            q = tl.load(row_kq_ptr + K + c, mask=new_c_ok, other=0.0).to(tl.float32) * q_scale
-        if SLOTS <= ROWS:
-            k_rows += u * by_k[:, None]
-            q_rows += u * by_q[:, None]
+            k = tl.load(row_kq_ptr + c, mask=c_ok, other=0.0).to(tl.float32)
+            q = tl.load(row_kq_ptr + K + c, mask=c_ok, other=0.0).to(tl.float32)
+            wide = state.to(tl.float32)
+            for_k, for_q = _sum_rows(wide * k[:, None], wide * q[:, None])
+        for_k *= k_scale
+        for_q *= q_scale
+        if SLOTS <= BLOCK_J:
+            more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
+            for_k += more_k
+            for_q += more_q
         else:
-            for block in range((seen_by + ROWS - 1) // ROWS):
-                place = block * ROWS + row
-                u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
+            for block in range((seen_by + BLOCK_J - 1) // BLOCK_J):
+                place = block * BLOCK_J + j
+                held_u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
                 by_k = tl.load(row_scores_ptr + place, mask=place < seen_by, other=0.0)
                 by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < seen_by, other=0.0)
-                k_rows += u * by_k[:, None]
-                q_rows += u * by_q[:, None]
-        for_k += tl.sum(k_rows, axis=0)
-        for_q += tl.sum(q_rows, axis=0)
-    if not STREAM:
-        state = state.to(tl.float32)
-        for_k += tl.sum(state * k[:, None], axis=0)
-        for_q += tl.sum(state * q[:, None], axis=0)
+                more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
+                for_k += more_k
+                for_q += more_q
     u = beta * (new_v - for_k)
     tl.store(u_row_ptr + new_slot * V, u, mask=new_v_ok)
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
-              K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+        if KEEP:
+            folded_u, weight, passed = _weighted_u(j, fold if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32),
+                                                   v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL,
+                                                   BLOCK_K)  # fmt: skip
+            folded = _folded(state, c, fold, first, folded_u, weight, passed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K,
+                             V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, BLOCK_K)  # fmt: skip
+            at = head_state_ptr + c[:, None] * V + v[None, :]
+            tl.store(at, folded.to(checkpoint_ptr.dtype.element_ty), mask=c_ok[:, None] & v_ok[None, :])
+        else:
+            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
+                  K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sum_rows(a, b):
+    """Sums over the rows of both, which share what warps have to wait for each other."""
+    return tl.reduce((a, b), 0, _add_both)
 
 
 @triton.jit
@@ -580,38 +665,51 @@ def _fold(
     under way into shared memory, so that no registers hold them.
     """
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
-    j = tl.arange(0, BLOCK_J)
     v_ok = v < V
     # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
-    no_time = tl.zeros((), tl.float32)
-    u, weight, elapsed = _weighted_u(j, count if SLOTS <= BLOCK_J else 0, first, no_time, v_ok, k_row_ptr, u_row_ptr,
-                                     g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+    u, weight, elapsed = _weighted_u(tl.arange(0, BLOCK_J), count if SLOTS <= BLOCK_J else 0, first,
+                                     tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
+                                     PER_CHANNEL, BLOCK_K)  # fmt: skip
     for piece in tl.range(0, PIECES, num_stages=3):
         c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-        inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
-        time = tl.zeros((ROWS,), tl.float32)
-        if SLOTS <= BLOCK_J:
-            inputs, time = _add_inputs(inputs, time, j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
-                                       PER_CHANNEL)  # fmt: skip
-            passed = elapsed
-        else:
-            passed = no_time
-            blocks = (count + BLOCK_J - 1) // BLOCK_J
-            for block in range(blocks):
-                place = (blocks - 1 - block) * BLOCK_J + j
-                u, weight, passed = _weighted_u(place, count, first, passed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K,
-                                                V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
-                inputs, time = _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K,
-                                           SLOTS, PER_CHANNEL)  # fmt: skip
-        if PER_CHANNEL:
-            decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
-            folded = decay[:, None] * state.to(tl.float32) + inputs
-        else:
-            decay = _decay(passed + tl.load(g_row_ptr + first, mask=count > 0, other=0.0))
-            folded = decay * state.to(tl.float32) + inputs
+        folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
+                         PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
         tl.store(out_ptr + c[:, None] * V + v[None, :], folded.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _folded(state, c, count, first, u, weight, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K: tl.constexpr,
+            V: tl.constexpr, SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_V: tl.constexpr,
+            BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """
+    Rows c (ROWS,) of a state after the `count` oldest places of the buffer. `u`, `weight` and `elapsed` are those of
+    `_weighted_u` for all places, where BLOCK_J spans the buffer.
+    """
+    j = tl.arange(0, BLOCK_J)
+    inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    time = tl.zeros((ROWS,), tl.float32)
+    if SLOTS <= BLOCK_J:
+        inputs, time = _add_inputs(inputs, time, j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
+                                   PER_CHANNEL)  # fmt: skip
+        passed = elapsed
+    else:
+        passed = tl.zeros((), tl.float32)
+        blocks = (count + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):
+            place = (blocks - 1 - block) * BLOCK_J + j
+            block_u, block_weight, passed = _weighted_u(place, count, first, passed, v_ok, k_row_ptr, u_row_ptr,
+                                                        g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+            inputs, time = _add_inputs(inputs, time, place, count, first, c, block_u, block_weight, k_row_ptr,
+                                       g_row_ptr, K, SLOTS, PER_CHANNEL)  # fmt: skip
+    if PER_CHANNEL:
+        decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
+        folded = decay[:, None] * state.to(tl.float32) + inputs
+    else:
+        decay = _decay(passed + tl.load(g_row_ptr + first, mask=count > 0, other=0.0))
+        folded = decay * state.to(tl.float32) + inputs
+    return folded
 
 
 @triton.jit
@@ -693,8 +791,10 @@ def _window_kernel(
         wait_for_previous()
     row = tl.arange(0, 2 * BLOCK_T)  # in turns k and q of the tokens
     row_ok = t0 + row // 2 < count
-    row_kq_ptr = kq_ptr + ((b * HV + h if PER_CHANNEL else b * HK + m) * (2 * T) + 2 * t0 + row[:, None]) * K
-    row_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row[:, None]) * WIDTH
+    first_kq_ptr = kq_ptr + ((b * HV + h if PER_CHANNEL else b * HK + m) * (2 * T) + 2 * t0) * K
+    first_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0) * WIDTH
+    row_kq_ptr = first_kq_ptr + row[:, None] * K
+    row_scores_ptr = first_scores_ptr + row[:, None] * WIDTH
     start = held + tl.minimum(count, t0)
 
     # Of the buffer first, if it is one block: on its way while the state is read, piece after piece, all of them under
@@ -720,7 +820,7 @@ def _window_kernel(
             scores_ok = row_ok[:, None] & (place < start)[None, :]
             scores = tl.load(row_scores_ptr + place[None, :], mask=scores_ok, other=0.0)
             from_buffer = _dot(scores, old_u, from_buffer)
-    decay = tl.load(scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row) * WIDTH + SLOTS, mask=row_ok, other=0.0)
+    decay = tl.load(first_scores_ptr + row * WIDTH + SLOTS, mask=row_ok, other=0.0)
     both = tl.reshape(from_state * decay[:, None] + from_buffer, (BLOCK_T, 2, BLOCK_V))
     for_k, y = tl.split(tl.permute(both, (0, 2, 1)))  # (T, BLOCK_V)
 

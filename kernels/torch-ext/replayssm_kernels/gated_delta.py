@@ -171,25 +171,28 @@ def _check_gates(g, beta, tokens, g_buffer, checkpoint) -> None:
 
 
 # How the kernels are launched. Of a `Tile` block_p are columns of the state (of V) and `columns` rows of it (of K) at a
-# time; of `state` there is "stream", for one token in two launches, and anything else: into registers as a whole.
+# time; `state` "stream" is for two launches, and with "keep" a flush does not read the state again.
 
 OVERRIDE: Config | None = None  # for tuning
 FUSED_BELOW = 256  # heads of the whole batch
 
 
 @functools.cache
-def _config(heads: int, key_dim: int, value_dim: int, tokens: int) -> Config:
+def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool) -> Config:
     """
     `heads`: of the whole batch. Small batches have latency to save, hence one launch; large ones instructions, hence
-    the scores once for each key head.
+    the scores once for each key head. (From `benchmark_gated_delta.py --tune` on an H200.)
     """
+    fused = tokens == 1 and heads < FUSED_BELOW
     if tokens > 1:
-        tile = Tile(64, 4, 32, slots=32)
-    elif heads < FUSED_BELOW:
+        tile = Tile(64, 4, 32, slots=32) if per_channel else Tile(32, 2, 32, slots=32)
+    elif fused:
         tile = Tile(32, 4, 32)
+    elif per_channel:
+        tile = Tile(32, 1, 32)
     else:
-        tile = Tile(64, 4, 32, state="stream")
-    return Config(fit(tile, value_dim, key_dim, tuned_for=128), fused=heads < FUSED_BELOW, append_warps=2)
+        tile = Tile(32, 2, 32, state="keep", registers=128)
+    return Config(fit(tile, value_dim, key_dim, tuned_for=128), fused=fused, append_warps=1 if tokens == 1 else 4)
 
 
 def _fold_tile(key_dim: int, value_dim: int) -> Tile:
@@ -258,7 +261,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     per_channel = g_buffer.dim() == 4
     if per_channel:
         g = rows_contiguous(g)
-    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens)
+    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens, per_channel)
     fused = tokens == 1 and (config.fused if fused is None else fused)
     if conv and not fused:
         v = q.new_empty((batch, tokens, heads, value_dim))  # behind the convolution
@@ -286,7 +289,8 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
             positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch,
             *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *sizes, fused,
             with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
-            config.tile.state == "stream" and not fused, **launch_options(config.tile, y.device, overlaps),
+            config.tile.state == "stream" and not fused, config.tile.state == "keep",
+            **launch_options(config.tile, y.device, overlaps),
         )  # fmt: skip
 
     with on_device_of(checkpoint):
@@ -300,20 +304,24 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
         kq_shape = (batch, heads if per_channel else key_heads, 2 * tokens, key_dim)
         kq = q.new_empty(kq_shape, dtype=torch.float32 if per_channel else q.dtype)
         scores = torch.empty((batch, heads, 2 * tokens, slots + 1), dtype=torch.float32, device=y.device)
+        # (With a decay of each channel all sums over tokens are within a thread, if a warp has whole rows.)
+        block_j = 8 if per_channel and tokens == 1 else 16
+        append_warps = 1 if per_channel else config.append_warps
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
             _append_kernel[grid](
                 positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides, *k_strides,
                 *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
-                ring < taps - 1 + tokens, block_t, block_k, 16, next_power_of_2(heads // key_heads), block_c,
-                overlaps, num_warps=config.append_warps if tokens == 1 and not per_channel else 4,
+                ring < taps - 1 + tokens, block_t, block_k, block_j, next_power_of_2(heads // key_heads), block_c,
+                overlaps, num_warps=append_warps,
             )  # fmt: skip
             if tokens == 1:
                 step(kq, scores, False, overlaps)
             else:
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
-                    *beta_strides, tokens, t0, *sizes, block_t, *how, config.tile.evict, overlaps, tokens <= block_t,
+                    *beta_strides, tokens, t0, *sizes, block_t, *how, config.tile.evict, overlaps,
+                    tokens <= block_t,
                     **launch_options(config.tile, y.device, overlaps),
                 )  # fmt: skip
         if tokens > block_t:
