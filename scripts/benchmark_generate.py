@@ -19,7 +19,8 @@ cycles, taken where `generate` asks its stopping criteria. (On CUDA by events in
 Variants: upstream-dynamic, upstream-static (compiled by `generate`), upstream-captured (the call that `generate` would
 compile, captured by hand in a CUDA graph; the steps up to the capture, the second, are not counted), replay-eager,
 replay-captured, replay-static. What compiles takes about a minute a batch: --compiled-batch says for which. Weights are
-random (see geometries.py) and built once, on the device.
+random (see geometries.py) and built once, on the device. With --turns the two eager variants are compared once more,
+in short calls that alternate: the host bounds both, and its speed drifts.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import contextlib
 import functools
 import gc
 import json
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +210,27 @@ class Bench:
                 row |= {"floor": floor, "fraction": floor["ms"] / row["cycle_mean_ms"]}
         return row
 
+    def measure_in_turns(self, batch: int) -> dict[str, Any]:
+        """
+        The two eager variants in turns, short call after short call, on one model: what a step of upstream's takes over
+        what the replay step beside it takes. (The host, which bounds both, may be half as fast a minute later.)
+        """
+        self.switch(True)  # with a dynamic cache an enabled model's forward is upstream's
+        ids, ratios = random_prompt(self.model, batch, self.args.prompt), []
+        times: dict[str, list[float]] = {"upstream-dynamic": [], "replay-eager": []}
+        for turn in range(self.args.turns + 1):  # the first warms up
+            medians = {}
+            for name in sorted(times, reverse=bool(turn % 2)):
+                steps = self.call(ids, 1 + self.cycle, VARIANTS[name].settings())[1].steps()
+                medians[name] = statistics.median(steps)
+            if turn:
+                ratios.append(medians["upstream-dynamic"] / medians["replay-eager"])
+                for name, value in medians.items():
+                    times[name].append(value)
+        quarters = statistics.quantiles(ratios, n=4)
+        return {"ratio": statistics.median(ratios), "quartiles": [quarters[0], quarters[2]], "ratios": ratios,
+                "median_ms": {name: statistics.median(values) for name, values in times.items()}}  # fmt: skip
+
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     dtype = DTYPES[args.dtype]
@@ -246,8 +269,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         row = record.add({"variant": variant, "batch": batch}, functools.partial(bench.measure, variant, batch))
         what = trouble(row) or f"{row['median_ms']:.2f} ms a step, {row['tokens_per_s']:.0f} tokens/s"
         say(f"  batch {batch}, {variant}: {what} ({row.get('row_seconds', 0.0):.0f} s)")
+    for batch in args.batch if args.turns else ():
+        row = record.add({"variant": "in-turns", "batch": batch}, functools.partial(bench.measure_in_turns, batch))
+        say(f"  batch {batch}, in turns: {trouble(row) or in_turns(row)}")
     bench.switch(False)
     return record.result
+
+
+def in_turns(row: dict[str, Any]) -> str:
+    upstream, replay = (row["median_ms"][name] for name in ("upstream-dynamic", "replay-eager"))
+    low, high = row["quartiles"]
+    return (
+        f"eager steps in turns: upstream {upstream:.2f} ms, replay {replay:.2f} ms, upstream / replay "
+        f"{row['ratio']:.2f} (half of {len(row['ratios'])} pairs within {low:.2f} to {high:.2f})"
+    )
 
 
 def trouble(row: dict[str, Any]) -> str | None:
@@ -272,7 +307,13 @@ def report(result: dict[str, Any]) -> str:
         "",
     ]
     rows, notes = [], []
-    for row in sorted(result["rows"], key=lambda row: (row["batch"], list(VARIANTS).index(row["variant"]))):
+    notes += [
+        f"batch {row['batch']}: {trouble(row) or in_turns(row)}"
+        for row in result["rows"]
+        if row["variant"] == "in-turns"
+    ]
+    steps = [row for row in result["rows"] if row["variant"] in VARIANTS]
+    for row in sorted(steps, key=lambda row: (row["batch"], list(VARIANTS).index(row["variant"]))):
         cells = [row["variant"], str(row["batch"])]
         if trouble(row):
             notes.append(f"{row['variant']}, batch {row['batch']}: {trouble(row)}")
@@ -333,6 +374,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--compiled-batch", type=int, nargs="*", help="batches for what compiles (default: 1 and 256, if in --batch)")
     add("--prompt", type=int, default=64, help="columns of the prompt")
     add("--buffer-len", type=int, default=16)
+    add("--turns", type=int, default=0, help="also: pairs of short eager calls, upstream's and replay's in turns")
     add("--cycles", type=int, default=2, help="flush cycles that are timed")
     add("--mamba-ssm", metavar="PATH", help="a wheel or folder of mamba_ssm, whose kernels upstream then uses")
     add("--mamba-ssm-scan", action="store_true", help="its scan of a prefill too, which tunes itself for a minute")
