@@ -65,6 +65,7 @@ def _step_kernel(
     AHEAD: tl.constexpr,
     EVICT: tl.constexpr,  # eviction policy of the checkpoint's loads
     STAGES: tl.constexpr,  # rows whose loads are under way while one is computed, and that one
+    SINGLE: tl.constexpr,  # each program has one row
     EVERY_SLOT: tl.constexpr,  # all slots are read, those that hold no token in vain
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -76,10 +77,13 @@ def _step_kernel(
     next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
-    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
-    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
     B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
-    for row in tl.range(row0, tl.minimum(row0 + rows, batch), num_stages=STAGES):
+    # (A loop that is known to have one turn is none: nothing is read ahead, and the state's address comes sooner.)
+    begin = 0 if SINGLE else row0
+    stop = 1 if SINGLE else tl.minimum(row0 + rows, batch)
+    for turn in tl.range(begin, stop, num_stages=STAGES):
+        row = row0 if SINGLE else turn
         b = tl.cast(row, tl.int64)
         # The state and the new token first: they do not depend on where the row stands.
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
@@ -94,9 +98,10 @@ def _step_kernel(
         dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
         b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
         if EVERY_SLOT:
+            # (Volatile, or the compiler would move these loads into the branch that needs them, behind the positions.)
             slots = ()
-            for k in tl.static_range(SLOTS):
-                slots = slots + (_load_held(x_held_ptr, dt_held_ptr, b_held_ptr, k, p_ok, n_ok, N, P),)
+            for k in tl.static_range(SLOTS if SLOTS > 1 else 0):
+                slots = slots + (_load_held(x_held_ptr, dt_held_ptr, b_held_ptr, k, p_ok, n_ok, N, P, True),)
         first, held, count, fold = next_first, next_held, tl.minimum(next_count, 1), next_fold
         next_row = tl.minimum(row + 1, batch - 1)
         next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
@@ -175,8 +180,7 @@ def _window_kernel(
     next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
-    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
-    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
     B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
     for row in range(row0, tl.minimum(row0 + rows, batch)):
         b = tl.cast(row, tl.int64)
@@ -328,8 +332,7 @@ def _scan_kernel(
     _, row, g, n, p = _tile(1, G, P, BLOCK_N, BLOCK_P, VECTOR)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
-    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
-    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
     b = tl.cast(row, tl.int64)
     at = (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
     if HAS_INITIAL:
@@ -380,12 +383,23 @@ def _tile(rows, G: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P
 
 @triton.jit
 def _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N: tl.constexpr, P: tl.constexpr, RAW: tl.constexpr):
-    """A log2(e) (BLOCK_N, BLOCK_P) and the bias of dt (BLOCK_P,)."""
+    """A (BLOCK_N, BLOCK_P) and the bias of dt (BLOCK_P,)."""
     A = tl.load(a_ptr + g * (N * P) + n[:, None] * P + p[None, :], mask=ok, other=0.0).to(tl.float32)
     bias = 0.0
     if RAW:
         bias = tl.load(dt_bias_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32)
-    return A * LOG2_E, bias
+    return A, bias
+
+
+@triton.jit
+def _parameters(
+    a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N: tl.constexpr, P: tl.constexpr, RAW: tl.constexpr,
+    HAS_D: tl.constexpr,
+):  # fmt: skip
+    """What `_rates` gives, and D (BLOCK_P,)."""
+    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
+    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    return A, bias, D
 
 
 @triton.jit
@@ -416,11 +430,14 @@ def _load_tokens(
 
 
 @triton.jit
-def _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, slot, p_ok, n_ok, N: tl.constexpr, P: tl.constexpr):
+def _load_held(
+    x_held_ptr, dt_held_ptr, b_held_ptr, slot, p_ok, n_ok, N: tl.constexpr, P: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
+):  # fmt: skip
     """x, dt and B of the token in a slot of the buffer."""
-    x = tl.load(x_held_ptr + slot * P, mask=p_ok, other=0.0)
-    dt = tl.load(dt_held_ptr + slot * P, mask=p_ok, other=0.0)
-    return x, dt, tl.load(b_held_ptr + slot * N, mask=n_ok, other=0.0)
+    x = tl.load(x_held_ptr + slot * P, mask=p_ok, other=0.0, volatile=VOLATILE)
+    dt = tl.load(dt_held_ptr + slot * P, mask=p_ok, other=0.0, volatile=VOLATILE)
+    return x, dt, tl.load(b_held_ptr + slot * N, mask=n_ok, other=0.0, volatile=VOLATILE)
 
 
 @triton.jit
@@ -461,7 +478,7 @@ def _advance(S, x, dt, B, A, bias, RAW: tl.constexpr):
     if RAW:
         dt = _softplus(dt + bias)
     new = B.to(tl.float32)[:, None] * (dt * x.to(tl.float32))[None, :]
-    return S * tl.exp2(A * dt[None, :]) + new
+    return S * tl.exp2(A * (dt * LOG2_E)[None, :]) + new
 
 
 @triton.jit

@@ -291,7 +291,7 @@ def _step(
             overlaps = tile.overlap and can_overlap(x.device)
             every_slot = tile.every_slot and slots <= 4
             _step_kernel[(programs,)](
-                *tensors, *strides, *sizes, tile.stages, every_slot, overlaps,
+                *tensors, *strides, *sizes, tile.stages, rows == 1, every_slot, overlaps,
                 **launch_options(tile, x.device, overlaps),
             )  # fmt: skip
     return y
