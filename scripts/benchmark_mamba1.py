@@ -349,7 +349,7 @@ def measure_scan(bench: Bench, case: Case, tokens: int) -> dict[str, Any]:
 
 
 def tiles(batch: int, tokens: int) -> list:
-    """Launch configurations worth a try: few, for each is compiled (but for its rows)."""
+    """Launch configurations worth a try: few, for each is compiled (for its rows only whether it has several)."""
     from replayssm_kernels.mamba1 import Tile
 
     product = itertools.product
@@ -373,7 +373,8 @@ def tiles(batch: int, tokens: int) -> list:
         programs += [Tile(128, 4, 3, registers=r, stages=stages) for r, stages in product((168, 200), (1, 2))]
         programs += [Tile(64, 2, 3, registers=128, stages=2, overlap=True)]
         rows = (1, 2, 4) if batch <= 32 else (2, 4, 8) if batch <= 128 else (4, 8, 16, 32)
-    return [dataclasses.replace(one, rows=r) for one in programs for r in rows if r <= batch]
+    found = [dataclasses.replace(one, rows=r) for one in programs for r in rows if r <= batch]
+    return [one for one in found if tokens > 1 or one.rows > 1 or one.stages == 1]  # (the others are the same)
 
 
 def window_schedule(length: int, window: int) -> list[Step]:
@@ -552,7 +553,7 @@ def run(bench: Bench, args: argparse.Namespace, result: dict, began: float) -> N
         ]
         if args.workers:
             todo = {
-                (few[0], length, tokens, dataclasses.replace(tile, rows=1))
+                (few[0], length, tokens, dataclasses.replace(tile, rows=min(tile.rows, 2)))
                 for case in few
                 for tokens, length in [*((1, length) for length in sweep_lengths(case, args)), (5, 1), (5, 2)]
                 for tile in tiles(case.batch, tokens)
