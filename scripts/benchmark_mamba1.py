@@ -32,6 +32,7 @@ from benchmark_kernels import (
     SIZE,
     Bench,
     Step,
+    bound_us,
     cell,
     commit_of,
     figure,
@@ -347,22 +348,47 @@ def measure_scan(bench: Bench, case: Case, tokens: int) -> dict[str, Any]:
     return row
 
 
-def tiles(batch: int) -> list:
-    """Launch configurations worth a try: few, for each is compiled (but for its rows)."""
+def tiles(batch: int, tokens: int) -> list:
+    """Launch configurations worth a try: few, for each is compiled (for its rows only whether it has several)."""
     from replayssm_kernels.mamba1 import Tile
 
-    # (channels, of a thread, warps) and the limits on registers
-    programs = {(16, 2, 1): (0,), (32, 2, 1): (0,), (64, 2, 1): (0, 112, 128), (128, 2, 2): (0,), (128, 4, 1): (0,)}
-    found = []
-    for ((block_p, vector, warps), limits), ahead in itertools.product(programs.items(), (2, 3)):
-        for registers, rows, evict in itertools.product(limits, (1, 2, 4, 8), ("", "evict_first")):
-            if rows <= batch and (not evict or (block_p, registers) == (64, 128)):
-                found.append(Tile(block_p, vector, ahead, warps, registers, rows, evict))
-    return found
+    product = itertools.product
+    if tokens > 1:
+        programs = [
+            Tile(64, 2, ahead, registers=registers, stages=stages)
+            for registers, (ahead, stages) in product((112, 128, 144), ((2, 1), (2, 2), (2, 3), (2, 4)))
+        ]
+        programs += [Tile(128, 4, 2, registers=r, stages=stages) for r, stages in product((0, 200), (2, 3))]
+        rows = (1, 2)
+    elif batch <= 8:
+        shapes = ((16, 2, 1), (32, 2, 1), (64, 2, 1), (128, 2, 2))
+        programs = [
+            Tile(block_p, vector, 3, warps, every_slot=every_slot, overlap=overlap)
+            for (block_p, vector, warps), every_slot, overlap in product(shapes, (False, True), (False, True))
+        ]
+        rows = (1,)
+    else:
+        programs = [Tile(64, 2, 3, registers=r, stages=stages) for r, stages in product((112, 128, 144), (1, 2))]
+        programs += [Tile(64, 2, 3, registers=r, every_slot=True) for r in (112, 128)]
+        programs += [Tile(128, 4, 3, registers=r, stages=stages) for r, stages in product((168, 200), (1, 2))]
+        programs += [Tile(64, 2, 3, registers=128, stages=2, overlap=True)]
+        rows = (1, 2, 4) if batch <= 32 else (2, 4, 8) if batch <= 128 else (4, 8, 16, 32)
+    found = [dataclasses.replace(one, rows=r) for one in programs for r in rows if r <= batch]
+    return [one for one in found if tokens > 1 or one.rows > 1 or one.stages == 1]  # (the others are the same)
+
+
+def window_schedule(length: int, window: int) -> list[Step]:
+    """
+    The steady calls of a cache that records its past, can take back as many tokens as a window has, and folds whatever
+    is older: each call replays the window before it, and folds that. With `length` over 1 it first waits: then calls
+    hold up to `length` windows, and the last one folds all but the newest.
+    """
+    calls = [Step(64, 0, (i + 1) * window, window, 0) for i in range(length)]
+    return [*calls[:-1], calls[-1]._replace(fold=length * window)]
 
 
 def slots_of(length: int, tokens: int) -> int:
-    return length if tokens == 1 else length + 2 * tokens + 1
+    return length if tokens == 1 else (length + 1) * tokens
 
 
 def compile_tile(case: Case, length: int, tokens: int, tile) -> None:
@@ -376,23 +402,27 @@ def compile_tile(case: Case, length: int, tokens: int, tile) -> None:
     torch.cuda.synchronize()
 
 
-def sweep(bench: Bench, case: Case, length: int, window: int) -> list[dict[str, Any]]:
-    """Launch configurations of a step's cycle and of a window between flushes, best first."""
+def sweep(bench: Bench, case: Case, lengths: list[int], window: int) -> list[dict[str, Any]]:
+    """Launch configurations of the cycles of steps and of windows, best first."""
     from replayssm_kernels import mamba1
 
     p = parameters(bench, case)
     found = []
-    for tokens in (1, window):
+    kinds = [(1, length) for length in lengths]
+    if case.batch > 1:
+        kinds += [(window, length) for length in (1, 2)]
+    for tokens, length in kinds:
         slots = slots_of(length, tokens)
-        schedule = plain_schedule(length) if tokens == 1 else window_cycle(length, tokens, slots)
+        schedule = plain_schedule(length) if tokens == 1 else window_schedule(length, tokens)
         launch = replay_step(bench, p, bench.positions(case, schedule))
         sets = make_sets(bench, case, slots, tokens)
         count = mean_bytes(case, schedule, step_bytes)
-        for tile in (*tiles(case.batch), None):
+        for tile in (*tiles(case.batch, tokens), None):
             mamba1.OVERRIDE = tile
             us = bench.time(launch, sets, schedule, bench.expected_us(count))
-            found.append({**case.row(), "tokens": tokens, "tile": str(tile or "the default"), "us": us})
-    return sorted(found, key=lambda row: (row["tokens"], row["us"]))
+            row = {**case.row(), "tokens": tokens, "length": length, "tile": str(tile or "the default"), "us": us}
+            found.append(row | {"bound": bound_us(count, bench.bandwidth)})
+    return sorted(found, key=lambda row: (row["tokens"], row["length"], row["us"]))
 
 
 # Tables.
@@ -464,13 +494,14 @@ def report(result: dict) -> str:
         for row in result["scans"]
     ]  # fmt: skip
     lines.append(table("Scans", ["layer", "state", "batch", "tokens", "us", "of bound"], rows))
-    for (geometry, batch, tokens), group in itertools.groupby(
-        result["sweeps"], key=lambda row: (row["geometry"], row["batch"], row["tokens"])
+    for (geometry, batch, tokens, length), group in itertools.groupby(
+        result["sweeps"], key=lambda row: (row["geometry"], row["batch"], row["tokens"], row["length"])
     ):
         group = list(group)
         default = next(row["us"] for row in group if row["tile"] == "the default")
-        shown = [[row["tile"], cell(row["us"], 2)] for row in [*group[:8], group[-1]]]
-        lines.append(table(f"{geometry}, batch {batch}, T={tokens}: the default {default:.2f}", ["tile", "us"], shown))
+        shown = [[row["tile"], cell(row["us"], 2)] for row in [*group[:10], group[-1]]]
+        title = f"{geometry}, batch {batch}, T={tokens}, L={length}: the default {default:.2f}, the bound by bytes "
+        lines.append(table(f"{title}{group[0]['bound']:.2f}", ["tile", "us"], shown))
     return "\n".join(line for line in lines if line is not None)
 
 
@@ -503,6 +534,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+def sweep_lengths(case: Case, args: argparse.Namespace) -> list[int]:
+    """The lengths that may be the best for a batch."""
+    return [length for length in args.buffer_len if length <= 4 and (length <= 2 if case.batch <= 8 else length >= 2)]
+
+
 @torch.no_grad()
 def run(bench: Bench, args: argparse.Namespace, result: dict, began: float) -> None:
     """Measures row after row; a row that fails says so, and the rest goes on. The JSON is written after each."""
@@ -516,10 +552,14 @@ def run(bench: Bench, args: argparse.Namespace, result: dict, began: float) -> N
             case for case in cases if case.geometry.name == args.geometry[0] and case.checkpoint == args.checkpoint[0]
         ]
         if args.workers:
-            programs = {dataclasses.replace(tile, rows=1) for tile in tiles(8)}
-            todo = [(few[0], args.window_buffer_len, tokens, tile) for tokens in (1, 5) for tile in programs]
-            harness.in_workers(compile_tile, todo, args.workers)
-        jobs = [("sweeps", case, lambda case: sweep(bench, case, args.window_buffer_len, 5)) for case in few]
+            todo = {
+                (few[0], length, tokens, dataclasses.replace(tile, rows=min(tile.rows, 2)))
+                for case in few
+                for tokens, length in [*((1, length) for length in sweep_lengths(case, args)), (5, 1), (5, 2)]
+                for tile in tiles(case.batch, tokens)
+            }  # fmt: skip
+            harness.in_workers(compile_tile, sorted(todo, key=str), args.workers)
+        jobs = [("sweeps", case, lambda case: sweep(bench, case, sweep_lengths(case, args), 5)) for case in few]
     else:
         jobs += [("steps", case, lambda case: measure_step(bench, case, args.buffer_len)) for case in cases]
         for window in args.windows:

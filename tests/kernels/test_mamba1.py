@@ -33,6 +33,10 @@ from replayssm_kernels.mamba1 import Tile
 
 
 DTYPES = [F32, BF16, F16]
+# The relative error of a state that remembers many decays. NVIDIA's `ex2.approx` is off by up to 2^-22, and decays of
+# such an error, spread evenly, leave 1.0e-6 in the state behind 65 tokens (with exact powers of two it is 2.9e-7: the
+# products A dt are rounded). The interpreter's are exact.
+LONG = {"cpu": 1e-6, "cuda": 2e-6}
 
 # (batch, groups, channels of a group, state, slots), what else differs, and the lengths of the calls.
 SMALL = {
@@ -99,14 +103,18 @@ TILES = {
     "columns of a channel in several threads": Tile(16, 4, 4),
     "two warps": Tile(128, 2, 2, warps=2, registers=96, evict="evict_first"),
     "one channel a thread": Tile(32, 1, 3, rows=5),
+    "loads in stages": Tile(64, 2, 2, rows=4, stages=2),
+    "every slot": Tile(32, 2, 2, every_slot=True, overlap=True),
+    "every slot in stages": Tile(64, 2, 3, rows=2, stages=2, every_slot=True),
 }
 
 
 @needs
+@pytest.mark.parametrize("slots", [1, 3, 7])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
-def test_every_kind_of_tile(tile, device, monkeypatch):
+def test_every_kind_of_tile(tile, slots, device, monkeypatch):
     monkeypatch.setattr(mamba1, "OVERRIDE", tile)
-    play(Layer((5, 1, 72, 16, 7), device, BF16, first=5), (1, 4, 1, 7), flushes=0.7)
+    play(Layer((5, 1, 72, 16, slots), device, BF16, first=5), (1, min(4, slots), 1, 1, slots), flushes=0.7)
 
 
 @needs
@@ -293,7 +301,7 @@ def check_scan(shape, options, device):
     with poisoned_memory():
         got, state = kernels.mamba1_scan(**arguments, out_dtype=F32)
     assert got.dtype == state.dtype == F32
-    assert error(got.double(), y) <= 1e-6 and error(state.double(), last) <= 1e-6
+    assert error(got.double(), y) <= LONG[device] and error(state.double(), last) <= LONG[device]
     assert all(same_bits(old, arguments[name]) for name, old in before.items())
     got, _ = kernels.mamba1_scan(**arguments)
     assert got.dtype == options.get("dtype", F32)
@@ -409,12 +417,12 @@ def test_random_sequences_with_crops(seed, device):
         if bool((layer.held + tokens > slots).any()):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
-        assert error(y, expected) <= 1e-6
+        assert error(y, expected) <= LONG[device]
         layer.crop(draw(layer.held))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold)
-        assert error(y, expected) <= 1e-6
-    assert error(*layer.whole_state()) <= 1e-6
+        assert error(y, expected) <= LONG[device]
+    assert error(*layer.whole_state()) <= LONG[device]
 
 
 @on_gpu

@@ -119,7 +119,7 @@ def test_a_row_of_each_kind_is_in_the_tables(bench, tmp_path):
     one, case = bench(), tiny()
     about = {"device": "a device", "torch": "2", "triton": "3", "mamba_ssm": None, "commit": None,
              "bandwidth": {"bytes_per_s": 4.4e12}}  # fmt: skip
-    tile = {**case.row(), "tokens": 1}
+    tile = {**case.row(), "tokens": 1, "length": 4, "bound": 0.5}
     result = {
         "about": about,
         "steps": [bm.measure_step(one, case, [1, 4])],
@@ -131,7 +131,7 @@ def test_a_row_of_each_kind_is_in_the_tables(bench, tmp_path):
     path = tmp_path / "result.json"
     bm.write_json(result, str(path))
     text = bm.report(json.loads(path.read_text()))
-    for words in ("classic / best", "Windows of T", "Scans", "Tile(1)", "the default 2.00", "tiny"):
+    for words in ("classic / best", "Windows of T", "Scans", "Tile(1)", "the default 2.00", "by bytes 0.50", "tiny"):
         assert words in text
     assert bm.report(result | {"steps": [], "windows": [], "scans": [], "sweeps": []})
 
@@ -145,6 +145,6 @@ def test_settings():
 
 def test_a_sweep_leaves_the_default_as_it_was(bench):
     kernels = pytest.importorskip("replayssm_kernels.mamba1")
-    rows = bm.sweep(bench(), tiny(), 4, 5)
+    rows = bm.sweep(bench(), tiny(), [1, 4], 5)
     assert {row["tokens"] for row in rows} == {1, 5} and len({row["tile"] for row in rows}) > 20
     assert kernels.OVERRIDE is None

@@ -21,20 +21,22 @@ import triton
 import triton.language as tl
 
 from ._arithmetic import silu
+from ._overlap import wait_for_previous
 from ._positions import ring_slot, row_positions
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+UNROLLED = tl.constexpr(6)  # slots of a buffer whose tokens a step asks for all at once
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "T"])
+@triton.jit(do_not_specialize=["batch", "rows"])
 def _step_kernel(
     positions_ptr,  # (5, batch)
-    x_ptr,  # (batch, T, group, P)
+    x_ptr,  # (batch, 1, group, P)
     dt_ptr,  # likewise
-    b_ptr,  # (batch, T, group, N)
+    b_ptr,  # (batch, 1, group, N)
     c_ptr,  # likewise
-    z_ptr,  # (batch, T, group, P), or unused
+    z_ptr,  # (batch, 1, group, P), or unused
     dt_bias_ptr,  # (group, P), or unused
     x_buffer_ptr,
     b_buffer_ptr,
@@ -42,9 +44,117 @@ def _step_kernel(
     checkpoint_ptr,
     a_ptr,
     d_ptr,  # (group, P), or unused
-    y_ptr,  # (batch, T, group, P)
+    y_ptr,  # (batch, 1, group, P)
     batch,
     rows,  # of a program
+    x_stride_b, x_stride_t, x_stride_g, x_stride_p,
+    dt_stride_b, dt_stride_t, dt_stride_g, dt_stride_p,
+    b_stride_b, b_stride_t, b_stride_g,
+    c_stride_b, c_stride_t, c_stride_g,
+    z_stride_b, z_stride_t, z_stride_g, z_stride_p,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    P: tl.constexpr,
+    SLOTS: tl.constexpr,
+    HAS_D: tl.constexpr,
+    HAS_Z: tl.constexpr,
+    RAW: tl.constexpr,  # dt still needs its bias and softplus
+    BLOCK_N: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    VECTOR: tl.constexpr,
+    AHEAD: tl.constexpr,
+    EVICT: tl.constexpr,  # eviction policy of the checkpoint's loads
+    STAGES: tl.constexpr,  # rows whose loads are under way while one is computed, and that one
+    SINGLE: tl.constexpr,  # each program has one row
+    EVERY_SLOT: tl.constexpr,  # all slots are read, those that hold no token in vain
+    OVERLAPS: tl.constexpr,
+):  # fmt: skip
+    """A new token of each row: appended, its output, and the flush of the rows that fold."""
+    if OVERLAPS:
+        wait_for_previous()
+    tile, row0, g, n, p = _tile(rows, G, P, BLOCK_N, BLOCK_P, VECTOR)
+    # Where a row stands is read a row ahead, the first before all else: what is held can be asked for only then.
+    next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
+    n_ok, p_ok = n < N, p < P
+    ok = n_ok[:, None] & p_ok[None, :]
+    A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
+    B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
+    # (A loop that is known to have one turn is none: nothing is read ahead, and the state's address comes sooner.)
+    begin = 0 if SINGLE else row0
+    stop = 1 if SINGLE else tl.minimum(row0 + rows, batch)
+    for turn in tl.range(begin, stop, num_stages=STAGES):
+        row = row0 if SINGLE else turn
+        b = tl.cast(row, tl.int64)
+        # The state and the new token first: they do not depend on where the row stands.
+        state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
+        S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        x, dt, B, C, z = _load_token(
+            x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p,
+            dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p,
+            b_ptr + b * b_stride_b + g * b_stride_g + n, c_ptr + b * c_stride_b + g * c_stride_g + n,
+            z_ptr + b * z_stride_b + g * z_stride_g + p * z_stride_p, p_ok, n_ok, HAS_Z, RAW,
+        )  # fmt: skip
+        x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
+        dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
+        b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
+        if EVERY_SLOT:
+            # (Volatile, or the compiler would move these loads into the branch that needs them, behind the positions.)
+            slots = ()
+            for k in tl.static_range(SLOTS if SLOTS > 1 else 0):
+                slots = slots + (_load_held(x_held_ptr, dt_held_ptr, b_held_ptr, k, p_ok, n_ok, N, P, True),)
+        first, held, count, fold = next_first, next_held, tl.minimum(next_count, 1), next_fold
+        next_row = tl.minimum(row + 1, batch - 1)
+        next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
+        end = tl.where(count > 0, held, tl.minimum(held, fold))  # (without new tokens there is no output)
+        if SLOTS <= UNROLLED:
+            # Beside a new token there are at most SLOTS - 1: only without one may the last place be taken.
+            tokens = ()
+            for j in tl.static_range(SLOTS - 1):
+                slot = ring_slot(first, j, SLOTS)
+                if EVERY_SLOT:
+                    token = _choose(slots, slot, SLOTS)
+                else:
+                    token = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, slot, p < tl.where(j < end, P, 0),
+                                       n < tl.where(j < end, N, 0), N, P)  # fmt: skip
+                tokens = tokens + (token,)
+            for j in tl.static_range(SLOTS):
+                if j < end:
+                    if j < SLOTS - 1:
+                        x_held, dt_held, B_held = tokens[j]
+                    else:
+                        x_held, dt_held, B_held = _load_held(
+                            x_held_ptr, dt_held_ptr, b_held_ptr, ring_slot(first, j, SLOTS), p_ok, n_ok, N, P
+                        )
+                    S = _advance(S, x_held, dt_held, B_held, A, bias, RAW)
+                    if j + 1 == fold:
+                        tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+        else:
+            S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
+                        N, P, SLOTS, RAW, AHEAD)  # fmt: skip
+        if count > 0:
+            _new_token(S, x, dt, B, C, z, held, fold, ring_slot(first, held, SLOTS), state_at,
+                       y_ptr + (b * G + g) * P + p, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok,
+                       N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "T"])
+def _window_kernel(
+    positions_ptr,  # these as for _step_kernel
+    x_ptr,  # (batch, T, group, P)
+    dt_ptr,
+    b_ptr,
+    c_ptr,
+    z_ptr,
+    dt_bias_ptr,
+    x_buffer_ptr,
+    b_buffer_ptr,
+    dt_buffer_ptr,
+    checkpoint_ptr,
+    a_ptr,
+    d_ptr,
+    y_ptr,  # (batch, T, group, P)
+    batch,
+    rows,
     T,
     x_stride_b, x_stride_t, x_stride_g, x_stride_p,
     dt_stride_b, dt_stride_t, dt_stride_g, dt_stride_p,
@@ -55,28 +165,25 @@ def _step_kernel(
     N: tl.constexpr,
     P: tl.constexpr,
     SLOTS: tl.constexpr,
-    ONE: tl.constexpr,  # T = 1
     HAS_D: tl.constexpr,
     HAS_Z: tl.constexpr,
-    RAW: tl.constexpr,  # dt still needs its bias and softplus
+    RAW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     VECTOR: tl.constexpr,
     AHEAD: tl.constexpr,
-    EVICT: tl.constexpr,  # eviction policy of the checkpoint's loads
+    EVICT: tl.constexpr,
+    STAGES: tl.constexpr,  # tokens whose loads are under way while one is computed, and that one
 ):  # fmt: skip
-    """New tokens: appended, their outputs, and the flush of the rows that fold."""
+    """New tokens of each row: appended, their outputs, and the flush of the rows that fold."""
     tile, row0, g, n, p = _tile(rows, G, P, BLOCK_N, BLOCK_P, VECTOR)
-    # Where a row stands is read a row ahead, the first before all else: what is held can be asked for only then.
     next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
-    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
-    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
     B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
     for row in range(row0, tl.minimum(row0 + rows, batch)):
         b = tl.cast(row, tl.int64)
-        # The state first: what follows goes on while it is under way.
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
         S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
         first, held, count, fold = next_first, next_held, tl.minimum(next_count, T), next_fold
@@ -91,27 +198,34 @@ def _step_kernel(
         x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
         dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
         b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
-        end = tl.where(count > 0, held, tl.minimum(held, fold))  # (without new tokens there is no output)
+        end = tl.where(count > 0, held, tl.minimum(held, fold))
 
-        # The first new token before the held ones: its inputs are under way while these are replayed.
-        x, dt, B, C, z = _load_token(x_row_ptr, dt_row_ptr, b_row_ptr, c_row_ptr, z_row_ptr,
-                                     p < tl.where(count > 0, P, 0), n < tl.where(count > 0, N, 0), HAS_Z,
-                                     RAW)  # fmt: skip
-        S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
-                    N, P, SLOTS, RAW, AHEAD)  # fmt: skip
-        if ONE:
-            if count > 0:
-                _new_token(S, x, dt, B, C, z, held, fold, ring_slot(first, held, SLOTS), state_at, y_row_ptr,
-                           x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok, N, P, HAS_D, HAS_Z,
-                           RAW)  # fmt: skip
+        if STAGES > 1:
+            S = _replay_in_stages(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok,
+                                  n_ok, p_ok, N, P, SLOTS, RAW, STAGES)  # fmt: skip
+            for t in tl.range(0, count, num_stages=STAGES):
+                far = tl.cast(t, tl.int64)
+                x, dt, B, C, z = _load_token(
+                    x_row_ptr + far * x_stride_t, dt_row_ptr + far * dt_stride_t, b_row_ptr + far * b_stride_t,
+                    c_row_ptr + far * c_stride_t, z_row_ptr + far * z_stride_t, p_ok, n_ok, HAS_Z, RAW,
+                )  # fmt: skip
+                S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
+                               y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
+                               B_ok, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
         else:
+            # The first new token before the held ones: its inputs are under way while these are replayed.
+            x, dt, B, C, z = _load_token(x_row_ptr, dt_row_ptr, b_row_ptr, c_row_ptr, z_row_ptr,
+                                         p < tl.where(count > 0, P, 0), n < tl.where(count > 0, N, 0), HAS_Z,
+                                         RAW)  # fmt: skip
+            S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
+                        N, P, SLOTS, RAW, AHEAD)  # fmt: skip
             for t in range(count):
                 more = t + 1 < count  # (masked loads do not touch memory)
                 next_t = tl.cast(t + 1, tl.int64)
                 next_x, next_dt, next_B, next_C, next_z = _load_token(
                     x_row_ptr + next_t * x_stride_t, dt_row_ptr + next_t * dt_stride_t, b_row_ptr + next_t * b_stride_t,
-                    c_row_ptr + next_t * c_stride_t, z_row_ptr + next_t * z_stride_t,
-                    p < tl.where(more, P, 0), n < tl.where(more, N, 0), HAS_Z, RAW,
+                    c_row_ptr + next_t * c_stride_t, z_row_ptr + next_t * z_stride_t, p < tl.where(more, P, 0),
+                    n < tl.where(more, N, 0), HAS_Z, RAW,
                 )  # fmt: skip
                 S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
                                y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
@@ -124,13 +238,17 @@ def _new_token(
     S, x, dt, B, C, z, place, fold, slot, state_at, y_at, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
     B_ok, N: tl.constexpr, P: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a new token, whose output is stored and which is appended at its place in the buffer."""
+    """
+    The state behind a new token, whose output is stored and which is appended at its place in the buffer: unless this
+    call folds it, for then nobody reads it again.
+    """
     S = _advance(S, x, dt, B, A, bias, RAW)
     y = _output(S, x, C, z, D, HAS_D, HAS_Z)
     tl.store(y_at, y.to(y_at.dtype.element_ty), mask=p_ok)
-    tl.store(x_held_ptr + slot * P, x, mask=p_ok)
-    tl.store(dt_held_ptr + slot * P, dt, mask=p_ok)
-    tl.store(b_held_ptr + slot * N, B, mask=B_ok)
+    if place >= fold:
+        tl.store(x_held_ptr + slot * P, x, mask=p_ok)
+        tl.store(dt_held_ptr + slot * P, dt, mask=p_ok)
+        tl.store(b_held_ptr + slot * N, B, mask=B_ok)
     if place + 1 == fold:
         tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
     return S
@@ -214,8 +332,7 @@ def _scan_kernel(
     _, row, g, n, p = _tile(1, G, P, BLOCK_N, BLOCK_P, VECTOR)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
-    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
-    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
     b = tl.cast(row, tl.int64)
     at = (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
     if HAS_INITIAL:
@@ -266,12 +383,23 @@ def _tile(rows, G: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_P
 
 @triton.jit
 def _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N: tl.constexpr, P: tl.constexpr, RAW: tl.constexpr):
-    """A log2(e) (BLOCK_N, BLOCK_P) and the bias of dt (BLOCK_P,)."""
+    """A (BLOCK_N, BLOCK_P) and the bias of dt (BLOCK_P,)."""
     A = tl.load(a_ptr + g * (N * P) + n[:, None] * P + p[None, :], mask=ok, other=0.0).to(tl.float32)
     bias = 0.0
     if RAW:
         bias = tl.load(dt_bias_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32)
-    return A * LOG2_E, bias
+    return A, bias
+
+
+@triton.jit
+def _parameters(
+    a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N: tl.constexpr, P: tl.constexpr, RAW: tl.constexpr,
+    HAS_D: tl.constexpr,
+):  # fmt: skip
+    """What `_rates` gives, and D (BLOCK_P,)."""
+    A, bias = _rates(a_ptr, dt_bias_ptr, g, n, p, ok, p_ok, N, P, RAW)
+    D = tl.load(d_ptr + g * P + p, mask=p_ok, other=0.0).to(tl.float32) if HAS_D else 0.0
+    return A, bias, D
 
 
 @triton.jit
@@ -302,6 +430,28 @@ def _load_tokens(
 
 
 @triton.jit
+def _load_held(
+    x_held_ptr, dt_held_ptr, b_held_ptr, slot, p_ok, n_ok, N: tl.constexpr, P: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
+):  # fmt: skip
+    """x, dt and B of the token in a slot of the buffer."""
+    x = tl.load(x_held_ptr + slot * P, mask=p_ok, other=0.0, volatile=VOLATILE)
+    dt = tl.load(dt_held_ptr + slot * P, mask=p_ok, other=0.0, volatile=VOLATILE)
+    return x, dt, tl.load(b_held_ptr + slot * N, mask=n_ok, other=0.0, volatile=VOLATILE)
+
+
+@triton.jit
+def _choose(slots, slot, SLOTS: tl.constexpr):
+    """x, dt and B of `slot`, all slots being there."""
+    x, dt, B = slots[0]
+    for k in tl.static_range(1, SLOTS):
+        x = tl.where(slot == k, slots[k][0], x)
+        dt = tl.where(slot == k, slots[k][1], dt)
+        B = tl.where(slot == k, slots[k][2], B)
+    return x, dt, B
+
+
+@triton.jit
 def _softplus(x):
     """
     log(1 + exp(x)) in float32, accurate for very negative x too. Every channel and token that is replayed needs one, so
@@ -328,7 +478,7 @@ def _advance(S, x, dt, B, A, bias, RAW: tl.constexpr):
     if RAW:
         dt = _softplus(dt + bias)
     new = B.to(tl.float32)[:, None] * (dt * x.to(tl.float32))[None, :]
-    return S * tl.exp2(A * dt[None, :]) + new
+    return S * tl.exp2(A * (dt * LOG2_E)[None, :]) + new
 
 
 @triton.jit
@@ -369,15 +519,26 @@ def _replay(
         for u in tl.static_range(AHEAD):
             used = j0 + u < end
             slot = ring_slot(first, tl.where(used, j0 + u, 0), SLOTS)
-            tokens = tokens + ((
-                tl.load(x_held_ptr + slot * P, mask=p < tl.where(used, P, 0), other=0.0),
-                tl.load(dt_held_ptr + slot * P, mask=p < tl.where(used, P, 0), other=0.0),
-                tl.load(b_held_ptr + slot * N, mask=n < tl.where(used, N, 0), other=0.0),
-            ),)  # fmt: skip
+            tokens = tokens + (_load_held(x_held_ptr, dt_held_ptr, b_held_ptr, slot, p < tl.where(used, P, 0),
+                                          n < tl.where(used, N, 0), N, P),)  # fmt: skip
         for u in tl.static_range(AHEAD):
             if j0 + u < end:
                 x, dt, B = tokens[u]
                 S = _advance(S, x, dt, B, A, bias, RAW)
                 if j0 + u + 1 == fold:
                     tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+    return S
+
+
+@triton.jit
+def _replay_in_stages(
+    S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n_ok, p_ok, N: tl.constexpr,
+    P: tl.constexpr, SLOTS: tl.constexpr, RAW: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """As `_replay`. The next tokens are under way, into shared memory, while one is computed."""
+    for j in tl.range(0, end, num_stages=STAGES):
+        x, dt, B = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, ring_slot(first, j, SLOTS), p_ok, n_ok, N, P)
+        S = _advance(S, x, dt, B, A, bias, RAW)
+        if j + 1 == fold:
+            tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
     return S

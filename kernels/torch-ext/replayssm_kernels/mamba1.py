@@ -27,8 +27,9 @@ from ._launch import (
     on_device_of,
     rows_contiguous,
 )
-from ._mamba1_kernels import _fold_kernel, _scan_kernel, _step_kernel
+from ._mamba1_kernels import _fold_kernel, _scan_kernel, _step_kernel, _window_kernel
 from ._operators import define
+from ._overlap import can_overlap
 
 
 MAX_STATE = 256
@@ -45,6 +46,9 @@ class Tile:
     registers: int = 0  # of a thread, at most (0: what the compiler takes; NVIDIA only)
     rows: int = 0  # of a program (0: by the size of the device)
     evict: str = ""  # eviction policy of the state's loads
+    stages: int = 1  # rows of a step, tokens of a window: those whose loads are under way, and the one being computed
+    every_slot: bool = False  # of a step: reads all slots, before it knows which hold a token
+    overlap: bool = False  # of a step: its launch begins before the one in front of it has ended
 
 
 OVERRIDE: Tile | None = None  # for tuning
@@ -196,16 +200,18 @@ def _check_state_size(state: int) -> None:
 def _tile(checkpoint: torch.Tensor, x: torch.Tensor, tokens: int) -> Tile:
     """
     Of a step or a fold. With 1024 elements of a state a warp and 16 columns a thread has two channels and all of their
-    columns; with 120 registers 17 warps are at work on a multiprocessor, each with 4 KiB of the state under way. (For
-    16-bit activations that spills nothing, as compiled for compute capability 9.0. Windows need more.)
+    columns; with 128 registers 16 warps are at work on a multiprocessor, each with 4 KiB of the state under way. (For
+    16-bit activations that spills nothing, as compiled for compute capability 9.0.)
     """
     if OVERRIDE is not None:
         return OVERRIDE
     columns, channels = _program(checkpoint)
     registers = 0
     if columns * channels == 1024 and columns == 16:
-        registers = 144 if tokens > 1 else 120 if x.element_size() == 2 else 128
-    return Tile(channels, 2, ahead=2 if tokens > 1 else 3, registers=registers)
+        registers = 144 if tokens > 1 and x.element_size() > 2 else 128
+    if tokens > 1:
+        return Tile(channels, 2, ahead=2, registers=registers, rows=1)
+    return Tile(channels, 2, ahead=3, registers=registers)
 
 
 def _scan_tile(out: torch.Tensor) -> Tile:
@@ -238,7 +244,7 @@ def _launch_rows(checkpoint: torch.Tensor, tile: Tile) -> tuple[int, int]:
     """
     batch, groups, _, channels = checkpoint.shape
     tiles = groups * cdiv(channels, tile.block_p)
-    rows = tile.rows or max(1, min(4, batch * tiles // (32 * multiprocessors(checkpoint.device))))
+    rows = tile.rows or max(1, min(4, round(batch * tiles / (16 * multiprocessors(checkpoint.device)))))
     return tiles * cdiv(batch, rows), rows
 
 
@@ -271,14 +277,23 @@ def _step(
     new, strides = _new(x, dt, B, C, z)
     A, D, dt_bias = _parameters(A, D, dt_bias)
     unused = positions  # stands where a pointer is not read
+    # Arguments go by position: with so many of them, names cost the host more than the launch.
+    tensors = (positions, *new, unused if dt_bias is None else dt_bias, x_buffer, B_buffer, dt_buffer, checkpoint, A,
+               unused if D is None else D, y, batch, rows)  # fmt: skip
+    sizes = (groups, state, channels, slots, D is not None, z is not None, dt_bias is not None,
+             *_sizes(tile, state), tile.evict)  # fmt: skip
     with on_device_of(checkpoint):
-        # Arguments go by position: with so many of them, names cost the host more than the launch.
-        _step_kernel[(programs,)](
-            positions, *new, unused if dt_bias is None else dt_bias, x_buffer, B_buffer, dt_buffer, checkpoint, A,
-            unused if D is None else D, y, batch, rows, tokens, *strides, groups, state, channels, slots, tokens == 1,
-            D is not None, z is not None, dt_bias is not None, *_sizes(tile, state), tile.evict,
-            **launch_options(tile, x.device),
-        )  # fmt: skip
+        if tokens > 1:
+            _window_kernel[(programs,)](
+                *tensors, tokens, *strides, *sizes, tile.stages, **launch_options(tile, x.device)
+            )
+        else:
+            overlaps = tile.overlap and can_overlap(x.device)
+            every_slot = tile.every_slot and slots <= 4
+            _step_kernel[(programs,)](
+                *tensors, *strides, *sizes, tile.stages, rows == 1, every_slot, overlaps,
+                **launch_options(tile, x.device, overlaps),
+            )  # fmt: skip
     return y
 
 
