@@ -110,6 +110,7 @@ def test_dtypes(conv, dtype, checkpoint_dtype, kda, device):
 
 CONFIGS = {
     "into registers": Config(Tile(16, 1, 32, registers=128), append_block=32),
+    "kept for a flush": Config(Tile(32, 2, 32, state="keep", registers=128), append_warps=2),
     "through shared memory": Config(Tile(32, 2, 16, "evict_first", state="stream"), overlap=False),
     "rows of more than a buffer": Config(Tile(16, 2, 32, slots=32, state="stream")),
 }
@@ -117,7 +118,7 @@ CONFIGS = {
 
 @needs
 @RULES
-@pytest.mark.parametrize(("config", "dtype"), [*zip(CONFIGS.values(), DTYPES)], ids=CONFIGS.keys())
+@pytest.mark.parametrize(("config", "dtype"), [*zip(CONFIGS.values(), (*DTYPES, F32))], ids=CONFIGS.keys())
 def test_every_kind_of_configuration(config, dtype, kda, device, monkeypatch):
     """All ways to go over a state, with a buffer of one block of slots and of several."""
     monkeypatch.setattr(gated_delta, "OVERRIDE", config)

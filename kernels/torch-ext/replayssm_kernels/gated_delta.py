@@ -178,21 +178,32 @@ FUSED_BELOW = 256  # heads of the whole batch
 
 
 @functools.cache
-def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool) -> Config:
+def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool, overlaps: bool) -> Config:
     """
-    `heads`: of the whole batch. Small batches have latency to save, hence one launch; large ones instructions, hence
-    the scores once for each key head. (From `benchmark_gated_delta.py --tune` on an H200.)
+    `heads`: of the whole batch. (From `benchmark_gated_delta.py --tune` on an H200: the scores once for each key head
+    are worth a launch of their own, if the next one need not wait for its end, or if there is work enough.)
     """
-    fused = tokens == 1 and heads < FUSED_BELOW
+    small = heads < 16384  # else nothing is gained by an early start
+    fused = tokens == 1 and heads < FUSED_BELOW and not overlaps
+    append_warps = 2 if heads < 1024 else 1
     if tokens > 1:
-        tile = Tile(64, 4, 32, slots=32) if per_channel else Tile(32, 2, 32, slots=32)
+        if per_channel:
+            tile = Tile(64, 4, 32, slots=32)
+        else:
+            tile = Tile(32, 1, 32, slots=32) if heads < 1024 else Tile(64, 2, 32, slots=32)
+        append_warps = 4 if heads < 1024 else 2
     elif fused:
         tile = Tile(32, 4, 32)
     elif per_channel:
-        tile = Tile(32, 1, 32)
+        tile = Tile(32, 1, 32, "evict_first")
     else:
-        tile = Tile(32, 2, 32, state="keep", registers=128)
-    return Config(fit(tile, value_dim, key_dim, tuned_for=128), fused=fused, append_warps=1 if tokens == 1 else 4)
+        tile = Tile(32, 2, 32, "evict_first" if heads < 16384 else "", state="keep", registers=128)
+    return Config(
+        fit(tile, value_dim, key_dim, tuned_for=128),
+        fused=fused,
+        overlap=small or per_channel,
+        append_warps=append_warps,
+    )
 
 
 def _fold_tile(key_dim: int, value_dim: int) -> Tile:
@@ -261,7 +272,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     per_channel = g_buffer.dim() == 4
     if per_channel:
         g = rows_contiguous(g)
-    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens, per_channel)
+    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens, per_channel, can_overlap(y.device))
     fused = tokens == 1 and (config.fused if fused is None else fused)
     if conv and not fused:
         v = q.new_empty((batch, tokens, heads, value_dim))  # behind the convolution
