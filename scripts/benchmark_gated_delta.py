@@ -106,27 +106,37 @@ def mean_bytes(case: Case, schedule: list[Step]) -> float:
 
 
 def load_fla(path: str) -> tuple[Callable, Callable, str]:
+    """(`fused_recurrent_gated_delta_rule`, `fused_recurrent_kda`, version) from a wheel or a folder that holds `fla`."""
+    rule = fla_module(path, "fla.ops.gated_delta_rule.fused_recurrent").fused_recurrent_gated_delta_rule
+    kda = fla_module(path, "fla.ops.kda.fused_recurrent").fused_recurrent_kda
+    return rule, kda, sys.modules["fla"].__version__
+
+
+def fla_module(path: str, name: str) -> types.ModuleType:
     """
-    (`fused_recurrent_gated_delta_rule`, `fused_recurrent_kda`, version) from a wheel or a folder that holds `fla`. The
-    package imports all it has; empty packages stand in for those above the two modules.
+    A module of flash-linear-attention. The package imports all it has; empty packages stand in for those above the
+    module.
     """
-    folder = Path(path)
-    if folder.suffix == ".whl":
-        folder = Path(tempfile.mkdtemp(prefix="fla_"))
-        with zipfile.ZipFile(path) as wheel:
-            wheel.extractall(folder)
+    if "fla" in sys.modules:
+        folder = Path(sys.modules["fla"].__path__[0]).parent
+    else:
+        folder = Path(path)
+        if folder.suffix == ".whl":
+            folder = Path(tempfile.mkdtemp(prefix="fla_"))
+            with zipfile.ZipFile(path) as wheel:
+                wheel.extractall(folder)
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        above = ".".join(parts[:depth])
+        if above not in sys.modules and above != "fla.ops.utils":
+            package = types.ModuleType(above)
+            package.__path__ = [str(folder.joinpath(*parts[:depth]))]
+            sys.modules[above] = package
     lines = (folder / "fla/__init__.py").read_text().splitlines()
-    version = next(
+    sys.modules["fla"].__version__ = next(
         (line.partition("=")[2].strip(" \"'") for line in lines if line.startswith("__version__")), "unknown"
     )
-    for name in ("fla", "fla.ops", "fla.ops.utils", "fla.ops.gated_delta_rule", "fla.ops.kda"):
-        package = types.ModuleType(name)
-        package.__path__ = [str(folder.joinpath(*name.split(".")))]
-        sys.modules[name] = package
-    sys.modules["fla"].__version__ = version
-    rule = importlib.import_module("fla.ops.gated_delta_rule.fused_recurrent").fused_recurrent_gated_delta_rule
-    kda = importlib.import_module("fla.ops.kda.fused_recurrent").fused_recurrent_kda
-    return rule, kda, version
+    return importlib.import_module(name)
 
 
 def make_inputs(bench: Bench, case: Case, tokens: int) -> types.SimpleNamespace:

@@ -3,15 +3,19 @@ Times the Mamba-2 scan of a prompt: ours (`ops.mamba2.scan`) against transformer
 goes through where no package has kernels for it. Outputs and states are compared with float64 first.
 
     python scripts/benchmark_scan.py                                    # 2,048 tokens, 32 heads, float32, on the CPU
-    python scripts/benchmark_scan.py --device cuda --tokens 8192 --heads 128 --groups 8 --dtype bfloat16
+    python scripts/benchmark_scan.py --device cuda --tokens 8192 --heads 128 --groups 8 --dtype bfloat16 --fla WHEEL
+
+With --fla the chunked scan of flash-linear-attention is a third: B and C, which it wants for every head, repeated.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
 
 import torch
+from benchmark_gated_delta import fla_module
 from benchmark_kernels import table
 from model_timing import DTYPES, now, say
 from torch.nn import functional as F
@@ -44,6 +48,18 @@ def transformers(x, dt, A, B, C, D, state) -> tuple[torch.Tensor, torch.Tensor]:
     return mamba2_chunk_scan(x, dt, A, B, C, chunk_size=256, D=D, initial_states=state, return_final_states=True)
 
 
+def flash_linear_attention(path: str) -> Callable:
+    chunk = fla_module(path, "fla.ops.simple_gla.chunk").chunk_simple_gla
+
+    def flash_linear_attention(x, dt, A, B, C, D, state) -> tuple[torch.Tensor, torch.Tensor]:
+        B, C = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (B, C))
+        v = (x * dt[..., None]).to(x.dtype)
+        y, last = chunk(C, B, v, dt * A, scale=1.0, initial_state=state.mT.contiguous(), output_final_state=True)
+        return (y + D[:, None] * x).to(x.dtype), last.mT
+
+    return flash_linear_attention
+
+
 def off(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.double() - exact).norm() / exact.norm())
 
@@ -52,8 +68,11 @@ def off(got: torch.Tensor, exact: torch.Tensor) -> float:
 def run(args: argparse.Namespace) -> str:
     arguments, rows = inputs(args), []
     exact = ours(*(tensor.double() for tensor in arguments))
-    for scan in (ours, transformers):
-        y, state = scan(*arguments)
+    scans = [ours, transformers]
+    if args.fla:
+        scans.append(flash_linear_attention(args.fla))
+    for scan in scans:
+        y, state = scan(*arguments)  # (compiles, and tunes itself, where it does)
         errors = off(y, exact[0]), off(state, exact[1])
         if max(errors) > 1e-2:
             rows.append([scan.__name__, "-", *(f"{error:.0e}" for error in errors), "-"])
@@ -83,6 +102,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="float32", choices=DTYPES)
     for name, value in (("batch", 1), ("tokens", 2048), ("heads", 32), ("head-dim", 64), ("state", 128), ("groups", 2)):
         add(f"--{name}", type=int, default=value)
+    add("--fla", help="a wheel of fla-core, or a folder that holds `fla`")
     add("--repeats", type=int, default=5)
     return parser.parse_args(arguments)
 
