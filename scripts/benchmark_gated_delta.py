@@ -106,7 +106,7 @@ def mean_bytes(case: Case, schedule: list[Step]) -> float:
 
 
 def load_fla(path: str) -> tuple[Callable, Callable, str]:
-    """(`fused_recurrent_gated_delta_rule`, `fused_recurrent_kda`, version) from a wheel or a folder that holds `fla`."""
+    """`fused_recurrent_gated_delta_rule`, `fused_recurrent_kda` and the version, of a wheel or a folder with `fla`."""
     rule = fla_module(path, "fla.ops.gated_delta_rule.fused_recurrent").fused_recurrent_gated_delta_rule
     kda = fla_module(path, "fla.ops.kda.fused_recurrent").fused_recurrent_kda
     return rule, kda, sys.modules["fla"].__version__
