@@ -135,8 +135,9 @@ def _next_g_channels(place, end, first, c, g_row_ptr, K: tl.constexpr, SLOTS: tl
 def _scores(place, new, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr,
             PER_CHANNEL: tl.constexpr):  # fmt: skip
     """
-    Of one token, at place `new`, with the tokens at some places before it: k_j . decay k and k_j . decay q, (J,) each.
-    `elapsed` is the sum of g over the places behind the one behind these; it is returned with theirs.
+    Of one token, at place `new`, with the tokens at some places before it: k_j . decay k and k_j . decay q, (J,) each;
+    `elapsed`, the sum of g over the places behind the one behind these, with theirs; and the decayed keys themselves,
+    (J, BLOCK_K), less factors (J,).
     """
     past, inverse = _keys(place, new, first, c, k_row_ptr, K, SLOTS)
     last = place + 1 == new
@@ -148,7 +149,7 @@ def _scores(place, new, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K: tl.
         inverse *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed)
     by_k = tl.sum(past * k[None, :], axis=1) * inverse
     by_q = tl.sum(past * q[None, :], axis=1) * inverse
-    return by_k, by_q, elapsed + tl.sum(behind, axis=0)
+    return by_k, by_q, elapsed + tl.sum(behind, axis=0), past, inverse
 
 
 @triton.jit
@@ -175,6 +176,7 @@ def _append_kernel(
     g_buffer_ptr,
     kq_ptr,  # (batch, key head, 2 T, K) raw; for KDA (batch, value head, 2 T, K) float32: normalised and decayed
     scores_ptr,  # (batch, value head, 2 T, SLOTS + 1)
+    keys_ptr,  # KDA, one token: (batch, value head, SLOTS + 1, K) float32, see below
     batch,
     q_stride_b, q_stride_t, q_stride_h,
     k_stride_b, k_stride_t, k_stride_h,
@@ -205,7 +207,7 @@ def _append_kernel(
     # Programs 0 .. HK-1 of a row: k, q, g and scores of a key head. The others, with CONV: BLOCK_C channels of v each.
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
-    first, held, count, _ = row_positions(positions_ptr, b, batch, SLOTS)
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     token = tl.arange(0, BLOCK_T)
     t = t0 + token
     real = t < count
@@ -274,6 +276,9 @@ def _append_kernel(
             row_kq_ptr = kq_ptr + (b * HV + h) * (2 * T * K)
             if BLOCK_T == 1:
                 new = tl.where(count > 0, held, 0)
+                # Keys as they decay up to the new token are what the state takes in, if it takes in all of them.
+                row_keys_ptr = keys_ptr + (b * HV + h) * ((SLOTS + 1) * K)
+                folds_all = (count > 0) & (fold == held + 1)
                 k_1 = tl.reshape(wide_k * k_scale[:, None], (BLOCK_K,))
                 q_1 = tl.reshape(wide_q * q_scale[:, None], (BLOCK_K,))
                 g_1 = tl.reshape(g, (BLOCK_K,))
@@ -281,16 +286,23 @@ def _append_kernel(
                 blocks = (new + BLOCK_J - 1) // BLOCK_J
                 for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
                     place = (blocks - 1 - block) * BLOCK_J + j
-                    by_k, by_q, elapsed = _scores(place, new, first, elapsed, g_1, k_1, q_1, c, k_row_ptr, g_row_ptr,
-                                                  K, SLOTS, PER_CHANNEL)  # fmt: skip
+                    by_k, by_q, elapsed, past, inverse = _scores(place, new, first, elapsed, g_1, k_1, q_1, c,
+                                                                 k_row_ptr, g_row_ptr, K, SLOTS,
+                                                                 PER_CHANNEL)  # fmt: skip
                     tl.store(row_scores_ptr + place, by_k, mask=place < new)
                     tl.store(row_scores_ptr + WIDTH + place, by_q, mask=place < new)
+                    if folds_all:
+                        key_at = row_keys_ptr + place[:, None] * K + c[None, :]
+                        tl.store(key_at, past * inverse[:, None], mask=(place < new)[:, None] & c_ok[None, :])
                 tl.store(row_scores_ptr + WIDTH + new, tl.sum(k_1 * q_1, axis=0))
                 tl.store(row_scores_ptr + SLOTS, 1.0)
                 tl.store(row_scores_ptr + WIDTH + SLOTS, 1.0)
                 decay = _decay(_total(elapsed, new, first, g_1, c, g_row_ptr, K, PER_CHANNEL))
                 tl.store(row_kq_ptr + c, k_1 * decay, mask=c_ok)
                 tl.store(row_kq_ptr + K + c, q_1 * decay, mask=c_ok)
+                if folds_all:
+                    tl.store(row_keys_ptr + new * K + c, k_1, mask=c_ok)
+                    tl.store(row_keys_ptr + SLOTS * K + c, decay, mask=c_ok)
             else:
                 # What decays between a new token and one before them all is split at their border: both factors are
                 # at most 1, and the scores are products of matrices. Among the new ones each pair has its exponent.
@@ -438,6 +450,7 @@ def _step_kernel(
     g_buffer_ptr,
     kq_ptr,  # what _append_kernel has found; without FUSED
     scores_ptr,
+    keys_ptr,
     checkpoint_ptr,
     y_ptr,  # (batch, 1, value head, V)
     batch,
@@ -549,8 +562,8 @@ def _step_kernel(
         for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
             place = (blocks - 1 - block) * BLOCK_J + j
             u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
-            by_k, by_q, elapsed = _scores(place, held, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K, SLOTS,
-                                          PER_CHANNEL)  # fmt: skip
+            by_k, by_q, elapsed, _, _ = _scores(place, held, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K, SLOTS,
+                                                PER_CHANNEL)  # fmt: skip
             for_k += tl.sum(by_k[:, None] * u, axis=0)
             for_q += tl.sum(by_q[:, None] * u, axis=0)
         decay = _decay(_total(elapsed, held, first, g, c, g_row_ptr, K, PER_CHANNEL))
@@ -609,7 +622,24 @@ def _step_kernel(
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        if KEEP:
+        if PER_CHANNEL and not FUSED:
+            if fold == held + 1:
+                row_keys_ptr = keys_ptr + (b * HV + h) * ((SLOTS + 1) * K)
+                if KEEP:
+                    whole = _folded_keys(state, c, fold, first, v_ok, row_keys_ptr, u_row_ptr, K, V, SLOTS, BLOCK_V,
+                                         BLOCK_J, BLOCK_K)  # fmt: skip
+                    whole_at = head_state_ptr + c[:, None] * V + v[None, :]
+                    tl.store(whole_at, whole.to(checkpoint_ptr.dtype.element_ty), mask=c_ok[:, None] & v_ok[None, :])
+                else:
+                    for piece in tl.range(0, PIECES, num_stages=3):
+                        rows = piece * ROWS + tl.arange(0, ROWS)
+                        rows_at = head_state_ptr + rows[:, None] * V + v[None, :]
+                        rows_ok = (rows < K)[:, None] & v_ok[None, :]
+                        whole = _folded_keys(tl.load(rows_at, mask=rows_ok, other=0.0), rows, fold, first, v_ok,
+                                             row_keys_ptr, u_row_ptr, K, V, SLOTS, BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
+                        tl.store(rows_at, whole.to(checkpoint_ptr.dtype.element_ty), mask=rows_ok)
+                fold = tl.minimum(fold, 0)  # done
+        if KEEP and not PER_CHANNEL:
             folded_u, weight, passed = _weighted_u(j, fold if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32),
                                                    v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL,
                                                    BLOCK_K)  # fmt: skip
@@ -617,9 +647,28 @@ def _step_kernel(
                              V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, BLOCK_K)  # fmt: skip
             at = head_state_ptr + c[:, None] * V + v[None, :]
             tl.store(at, folded.to(checkpoint_ptr.dtype.element_ty), mask=c_ok[:, None] & v_ok[None, :])
-        else:
+        elif fold > 0:
             _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
                   K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _folded_keys(state, c, fold, first, v_ok, row_keys_ptr, u_row_ptr, K: tl.constexpr, V: tl.constexpr,
+                 SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """
+    Rows c (ROWS,) of a state after all places, `fold` of them, whose keys `_append_kernel` has left as they decay up to
+    the newest, and in the last row what the state decays by.
+    """
+    j = tl.arange(0, BLOCK_J)
+    inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    for block in tl.static_range((SLOTS + BLOCK_J - 1) // BLOCK_J):
+        place = block * BLOCK_J + j
+        u = _buffered_u(place, fold, first, u_row_ptr, v_ok, V, SLOTS)
+        at = row_keys_ptr + place[None, :] * K + c[:, None]
+        keys = tl.load(at, mask=(place < fold)[None, :] & (c < K)[:, None], other=0.0)
+        inputs = _dot(keys, u, inputs)
+    decay = tl.load(row_keys_ptr + SLOTS * K + c, mask=c < K, other=0.0)
+    return decay[:, None] * state.to(tl.float32) + inputs
 
 
 @triton.jit

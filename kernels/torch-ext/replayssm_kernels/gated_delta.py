@@ -295,18 +295,18 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     tiles = (batch * heads * cdiv(value_dim, config.tile.block_p),)
     k, v = unused if k is None else k, unused if v is None else v
 
-    def step(kq, scores, with_conv, overlaps):
+    def step(kq, scores, keys, with_conv, overlaps):
         _step_kernel[tiles](
-            positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch,
-            *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *sizes, fused,
-            with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
+            positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, keys, checkpoint, y,
+            batch, *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *sizes,
+            fused, with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
             config.tile.state == "stream" and not fused, config.tile.state == "keep",
             **launch_options(config.tile, y.device, overlaps),
         )  # fmt: skip
 
     with on_device_of(checkpoint):
         if fused:
-            step(unused, unused, conv is not None, False)
+            step(unused, unused, unused, conv is not None, False)
             return
         overlaps = config.overlap and can_overlap(checkpoint.device)
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
@@ -315,19 +315,22 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
         kq_shape = (batch, heads if per_channel else key_heads, 2 * tokens, key_dim)
         kq = q.new_empty(kq_shape, dtype=torch.float32 if per_channel else q.dtype)
         scores = torch.empty((batch, heads, 2 * tokens, slots + 1), dtype=torch.float32, device=y.device)
+        keys = unused
+        if per_channel and tokens == 1:  # written, and read, by rows that fold all their tokens
+            keys = torch.empty((batch, heads, slots + 1, key_dim), dtype=torch.float32, device=y.device)
         # (With a decay of each channel all sums over tokens are within a thread, if a warp has whole rows.)
-        block_j = 8 if per_channel and tokens == 1 else 16
+        block_j = 4 if per_channel and tokens == 1 else 16
         append_warps = 1 if per_channel else config.append_warps
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
             _append_kernel[grid](
-                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides, *k_strides,
-                *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
+                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, keys, batch, *q_strides,
+                *k_strides, *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
                 ring < taps - 1 + tokens, block_t, block_k, block_j, next_power_of_2(heads // key_heads), block_c,
                 overlaps, num_warps=append_warps,
             )  # fmt: skip
             if tokens == 1:
-                step(kq, scores, False, overlaps)
+                step(kq, scores, keys, False, overlaps)
             else:
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
