@@ -378,6 +378,14 @@ def test_help_and_version(run):
     assert run("--version").stdout.strip() == hf_replayssm.__version__
 
 
+def test_the_harness_command_says_what_is_missing(run, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval" or name.endswith("harness")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = run("lm-eval", "run", "--tasks", "any", code=1)
+    assert "pip install" in result.stderr and "hf-replayssm[lm-eval]" in result.stderr
+
+
 def test_python_dash_m_is_the_command():
     command = [sys.executable, "-m", "hf_replayssm", "perplexity", "missing.txt"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # as this process finds the packages

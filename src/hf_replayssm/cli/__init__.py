@@ -1,4 +1,4 @@
-"""The command line: `hf-replayssm perplexity | generate | doctor`, the same as `python -m hf_replayssm`."""
+"""The command line: `hf-replayssm perplexity | generate | doctor | lm-eval`, the same as `python -m hf_replayssm`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import typer
 
 from .doctor import doctor
 from .generate import generate
+from .lm_eval import lm_eval
 from .perplexity import perplexity
 
 
@@ -19,6 +20,10 @@ app = typer.Typer(
 app.command()(perplexity)
 app.command()(generate)
 app.command()(doctor)
+app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(lm_eval)
 
 
 @app.callback(invoke_without_command=True)
