@@ -200,7 +200,7 @@ def test_torchao_weights(family, kind, tmp_path):
     assert_quantised_replays(tmp_path, TorchAoConfig(how), is_quantised, tolerance=1e-4)
 
 
-# On a CPU bitsandbytes' 4 bits take widths that are multiples of 32.
+# On a CPU bitsandbytes' 4 bits takes widths that are multiples of 64.
 WIDE = {
     "bamba": {"hidden_size": 64, "mamba_n_heads": 32, "mamba_d_head": 4, "mamba_d_state": 16, "intermediate_size": 64},
     "qwen3_next": {
@@ -210,8 +210,8 @@ WIDE = {
         "linear_value_head_dim": 4,
         "head_dim": 16,
         "intermediate_size": 64,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
     },
 }
 
