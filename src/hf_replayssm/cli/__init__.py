@@ -1,4 +1,4 @@
-"""The command line: `hf-replayssm perplexity | generate | doctor | lm-eval`, the same as `python -m hf_replayssm`."""
+"""The command line: `hf-replayssm perplexity | generate | ...`, the same as `python -m hf_replayssm`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from .doctor import doctor
 from .generate import generate
 from .lm_eval import lm_eval
 from .perplexity import perplexity
+from .report import report
 
 
 app = typer.Typer(
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(perplexity)
 app.command()(generate)
+app.command()(report)
 app.command()(doctor)
 app.command(
     "lm-eval",
