@@ -25,7 +25,7 @@ h3 { font-size: 1rem; margin: 0 0 .4rem; } p { margin: .3rem 0; } .soft { color:
 table { border-collapse: collapse; font-size: 13px; font-variant-numeric: tabular-nums; }
 th, td { padding: .25rem .7rem .25rem 0; text-align: left; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th { color: var(--soft); font-weight: 600; }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 1rem; }
+.plots { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(480px, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; padding: .8rem; background: var(--box); border: 1px solid var(--line); border-radius: 8px; }
 figure > svg { width: 100%; height: auto; display: block; }
 text { fill: var(--soft); font-size: 12px; } .tick, .label { text-anchor: middle; } .tick.left { text-anchor: end; }
@@ -81,7 +81,7 @@ def report(
 
 def section_html(section: Section) -> str:
     parts = [f"<section>\n<h2>{escape(section.title)}</h2>\n"]
-    parts += [f"<p>{escape(note)}</p>\n" for note in section.notes]
+    parts += [f'<p class="soft">{escape(note)}</p>\n' for note in section.notes]
     parts += [table_html(table) for table in section.tables]
     figures = []
     for plot in section.plots:

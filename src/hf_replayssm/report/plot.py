@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 
@@ -30,7 +30,8 @@ class Plot:
     series: dict[str, list[Point]]
     x_log: bool = True
     y_log: bool = False
-    lines: Sequence[float] = field(default_factory=tuple)  # heights of thin horizontal lines
+    lines: Sequence[float] = ()  # heights of thin horizontal lines
+    palette: Sequence[str] = ()  # names in the order of the colours, for plots beside each other; else the series'
 
     def shown(self) -> dict[str, list[Point]]:
         """The points that can be drawn, sorted; series without any are left out."""
@@ -74,10 +75,10 @@ class Plot:
             f'<text class="label" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}">{escape(self.x_label)}</text>'
             f'<text class="label" transform="translate(14 {middle}) rotate(-90)">{escape(self.y_label)}</text>'
         )
-        for index, (name, each) in enumerate(series.items()):
+        for name, each in series.items():
             places = [(across.place(point.x), up.place(point.y)) for point in each]
             line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-            parts.append(f'<g class="{style_of(index)}"><polyline points="{line}"/>')
+            parts.append(f'<g class="{self.style_of(name)}"><polyline points="{line}"/>')
             for point, (x, y) in zip(each, places, strict=True):
                 about = f"{name}: {point.about or f'{number(point.x)}, {number(point.y)}'}"
                 parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(about)}</title></circle>')
@@ -89,15 +90,15 @@ class Plot:
     def legend(self) -> str:
         """The names of the series, each behind a piece of its line."""
         items = [
-            f'<li><svg viewBox="0 0 28 10" class="key"><g class="{style_of(index)}"><polyline points="1,5 27,5"/>'
+            f'<li><svg viewBox="0 0 28 10" class="key"><g class="{self.style_of(name)}"><polyline points="1,5 27,5"/>'
             f'<circle cx="14" cy="5" r="3"/></g></svg>{escape(name)}</li>'
-            for index, name in enumerate(self.shown())
+            for name in self.shown()
         ]
         return f'<ul class="legend">{"".join(items)}</ul>'
 
-
-def style_of(index: int) -> str:
-    return f"s{index % COLOURS}" + (" dashed" if index >= COLOURS else "")
+    def style_of(self, name: str) -> str:
+        index = list(self.palette or self.series).index(name)
+        return f"s{index % COLOURS}" + (" dashed" if index >= COLOURS else "")
 
 
 class Axis:

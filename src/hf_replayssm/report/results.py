@@ -86,13 +86,11 @@ def sections(named: dict[str, dict[str, Any]]) -> list[Section]:
             perplexities[name] = values
             if isinstance(values.get("comparison"), dict):
                 comparisons[name] = values["comparison"]
-                perplexities[f"{name}: {values['comparison']['reference']['cache']}"] = values["comparison"][
-                    "reference"
-                ]
+                add_reference(perplexities, name, {**values["comparison"]["reference"], "model": values["model"]})
         elif kind == "comparison":
             comparisons[name] = values
             perplexities[name] = values["other"]
-            perplexities[f"{name}: {values['reference']['cache']}"] = values["reference"]
+            add_reference(perplexities, name, values["reference"])
     if perplexities:
         found.append(perplexity_section(perplexities))
     if comparisons:
@@ -106,6 +104,13 @@ def sections(named: dict[str, dict[str, Any]]) -> list[Section]:
     }
     found += [readers[kind_of(values)](name, values) for name, values in named.items() if kind_of(values) in readers]
     return found
+
+
+def add_reference(perplexities: dict[str, dict[str, Any]], name: str, reference: dict[str, Any]) -> None:
+    """The other side of a comparison, once for all comparisons with the same."""
+    known = {(one["cache"], one["nll"], one["tokens"]) for one in perplexities.values()}
+    if (reference["cache"], reference["nll"], reference["tokens"]) not in known:
+        perplexities[f"{name}: {reference['cache']}"] = reference
 
 
 # ------------------------------------------------------------------------------------------------------- evaluations
@@ -214,23 +219,26 @@ def exp(value: float) -> float:
 
 
 # ------------------------------------------------------------------------------------------------------- benchmarks
-def about_table(about: dict[str, Any]) -> Table:
+def about_note(about: dict[str, Any]) -> str:
     """Where and with what a benchmark ran: what is short enough to read."""
     plain = {key: value for key, value in about.items() if isinstance(value, (str, int, float)) and key != "seconds"}
-    return Table(
-        [], [[key.replace("_", " "), number(v) if isinstance(v, float) else str(v)] for key, v in plain.items()]
+    return " · ".join(
+        f"{key.replace('_', ' ')} {number(value) if isinstance(value, float) else value}"
+        for key, value in plain.items()
     )
 
 
 def speed_plots(section: Section, unit: str, times: dict[str, dict[float, float]], reference: str | None) -> None:
     """Time of a step against batch, tokens per second, and the ratio to `reference`, where it was measured."""
     scale = {"ms": 1e3, "us": 1e6}[unit]
-    sign = {"ms": "ms", "us": "µs"}[unit]
+    sign, names = {"ms": "ms", "us": "µs"}[unit], list(times)
     series = {
         name: [Point(batch, value, f"batch {number(batch)}: {number(value)} {sign}") for batch, value in each.items()]
         for name, each in times.items()
     }
-    section.plots.append(Plot("Time of a step against batch", "batch", f"{sign} per step", series, y_log=True))
+    section.plots.append(
+        Plot("Time of a step against batch", "batch", f"{sign} per step", series, y_log=True, palette=names)
+    )
     series = {
         name: [
             Point(batch, batch * scale / value, f"batch {number(batch)}: {number(batch * scale / value)} tokens/s")
@@ -239,7 +247,9 @@ def speed_plots(section: Section, unit: str, times: dict[str, dict[float, float]
         for name, each in times.items()
     }
     if unit == "ms":
-        section.plots.append(Plot("Speed against batch", "batch", "tokens per second", series, y_log=True))
+        section.plots.append(
+            Plot("Speed against batch", "batch", "tokens per second", series, y_log=True, palette=names)
+        )
     if reference in times:
         ratios = {
             name: [
@@ -255,14 +265,14 @@ def speed_plots(section: Section, unit: str, times: dict[str, dict[float, float]
             if name != reference
         }
         title = f"How many times as fast as {reference}"
-        section.plots.append(Plot(title, "batch", f"{reference} / it", ratios, lines=[1.0]))
+        section.plots.append(Plot(title, "batch", f"{reference} / it", ratios, lines=[1.0], palette=names))
     batches = sorted({batch for each in times.values() for batch in each})
     rows = [[name, *(number(each.get(batch)) for batch in batches)] for name, each in times.items()]
     section.tables.append(Table([f"{sign} per step, at batch", *map(number, batches)], rows))
 
 
 def generate_section(name: str, values: dict[str, Any]) -> Section:
-    section = Section(name, tables=[about_table(values.get("about", {}))])
+    section = Section(name, notes=[about_note(values.get("about", {}))])
     times: dict[str, dict[float, float]] = {}
     for row in values["rows"]:
         if row.get("cycle_mean_ms"):
@@ -280,7 +290,7 @@ def generate_section(name: str, values: dict[str, Any]) -> Section:
 
 
 def decode_section(name: str, values: dict[str, Any]) -> Section:
-    section = Section(name, tables=[about_table(values)])
+    section = Section(name, notes=[about_note(values)])
     times: dict[str, dict[float, float]] = {}
     for row in values["results"]:
         for side in ("upstream", "replay"):
@@ -290,7 +300,7 @@ def decode_section(name: str, values: dict[str, Any]) -> Section:
 
 
 def kernels_section(name: str, values: dict[str, Any]) -> Section:
-    section = Section(name, tables=[about_table(values.get("about", {}))])
+    section = Section(name, notes=[about_note(values.get("about", {}))])
     times: dict[str, dict[float, float]] = {}
     ratios: dict[str, list[Point]] = {}
     for row in values["steps"]:
@@ -330,7 +340,7 @@ def step_times(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 def rows_section(name: str, values: dict[str, Any]) -> Section:
     """Rows of several kinds: a table each, of the figures that are numbers or words."""
-    section = Section(name, tables=[about_table(values.get("about", {}))])
+    section = Section(name, notes=[about_note(values.get("about", {}))])
     kinds: dict[str, list[dict[str, Any]]] = {}
     for row in values["rows"]:
         kinds.setdefault(str(row.get("section", row.get("what"))), []).append(flat(row))
