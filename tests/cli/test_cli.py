@@ -208,6 +208,25 @@ def test_under_a_launcher_only_the_main_process_speaks(run, assets, tmp_path):
         assert process.returncode == 2 and "in one process" in process.stderr
 
 
+def test_each_process_has_a_device_of_its_own(monkeypatch):
+    from hf_replayssm.cli.common import pick_device
+
+    found = {"is_available": True, "device_count": 2, "current_accelerator": torch.device("cuda")}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert pick_device("auto") == torch.device("cuda", rank)
+        assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="Process 2 has no cuda device of its own: there are 2 here"):
+        pick_device("auto")
+
+
 def test_an_unsupported_model_is_named_and_other_caches_remain(run, tmp_path):
     config = LlamaConfig(
         vocab_size=300, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2

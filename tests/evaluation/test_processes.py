@@ -357,6 +357,16 @@ def test_a_process_that_was_never_heard_of_is_missed():
     assert time.monotonic() - started < 10
 
 
+def test_processes_that_were_not_started_together_are_told(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert Processes.from_environment() is None
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RuntimeError, match="one of 2 processes.*torchrun or accelerate launch"):
+        Processes.from_environment()
+
+
 def test_values_of_any_size_go_through_the_store(monkeypatch):
     from hf_replayssm.evaluation import processes as module
 
