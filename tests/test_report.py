@@ -106,6 +106,21 @@ def test_the_figures_of_a_benchmark_are_those_of_its_file():
     assert "How many times as fast as upstream-captured" in page.headings
 
 
+def test_kernels_of_every_recurrence(tmp_path):
+    """One buffer length or several, and a baseline that copies."""
+    head = {"geometry": "G", "checkpoint": "fp32", "batch": 8, "wrong": []}
+    steps = [
+        {**head, "replay": {"4": {"cycle": {"us": 5.0}}, "8": {"cycle": {"us": 4.0}}}, "classic": {"us": 6.0}},
+        {**head, "batch": 16, "replay": {"cycle": {"us": 5.0}}, "fla": {"us": 9.0}, "fla_copied": {"us": 10.0}},
+        {**head, "batch": 32, "replay": {}, "wrong": ["replay 4"]},
+    ]
+    (tmp_path / "run.json").write_text(json.dumps({"about": {"device": "D"}, "steps": steps}))
+    text = report([tmp_path / "run.json"])
+    assert {"replay L=4, G, fp32", "replay L=8, G, fp32", "fla and copy, G, fp32"} <= set(Page(text).cells)
+    assert "batch 8: 1.50" in text and "batch 16: 2.00" in text
+    assert "G, fp32, batch 32: no speed of what is wrong: replay 4." in text
+
+
 def test_what_has_no_speed_says_why(tmp_path):
     rows = [
         {"variant": "upstream-captured", "batch": 1, "cycle_mean_ms": 3.0},

@@ -39,6 +39,7 @@ class Section:
     details: list[Table] = field(default_factory=list)  # the figures of the plots, folded away
 
 
+MOST_SERIES = 12  # that can be told apart in one plot
 KINDS = __doc__.split("\n\n")[1]
 
 
@@ -319,6 +320,8 @@ def kernels_section(name: str, values: dict[str, Any]) -> Section:
                 f"{where}, batch {row['batch']}: no speed of what is wrong: {', '.join(row['wrong'])}."
             )
     speed_plots(section, "us", times, None)
+    if len(times) > MOST_SERIES:
+        section.plots.clear()  # the table has them
     if ratios:
         title = "How many times as fast as the classic step"
         section.plots.append(Plot(title, "batch", "classic / replay", ratios, lines=[1.0]))
@@ -346,10 +349,7 @@ def rows_section(name: str, values: dict[str, Any]) -> Section:
         kinds.setdefault(str(row.get("section", row.get("what"))), []).append(flat(row))
     for kind, rows in kinds.items():
         head = list(dict.fromkeys(key for row in rows for key in row if key not in ("section", "what")))
-        cells = [
-            [number(row[key]) if isinstance(row.get(key), float) else str(row.get(key, "")) for key in head]
-            for row in rows
-        ]
+        cells = [[cell(row.get(key)) for key in head] for row in rows]
         section.tables.append(Table([key.replace("_", " ") for key in head], cells, kind))
     speeds: dict[str, list[Point]] = {}
     for row in values["rows"]:
@@ -363,6 +363,10 @@ def rows_section(name: str, values: dict[str, Any]) -> Section:
     if speeds:
         section.plots.append(Plot("Speed against batch", "batch", "tokens per second", speeds, y_log=True))
     return section
+
+
+def cell(value: Any) -> str:
+    return number(value) if value is None or isinstance(value, float) else str(value)
 
 
 def flat(row: dict[str, Any], prefix: str = "") -> dict[str, Any]:
