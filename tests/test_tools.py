@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, pipeline
 
 import hf_replayssm
 from hf_replayssm import ReplayCache
+from hf_replayssm.evaluation.finished import weights_digest
 
 
 @pytest.fixture
@@ -166,6 +167,8 @@ def assert_quantised_replays(path, config, is_quantised, tolerance) -> None:
     assert error < tolerance, error
     assert changed > 3 * error, "quantising must have changed something that shows"
     assert len(replay_layers(cache)) == len(mixers(plain))
+    fresh = [weights_digest(load(quantization_config=config)) for _ in range(2)]
+    assert fresh[0] == fresh[1] != weights_digest(whole)
     out = model.generate(
         ids[:, :7],
         max_new_tokens=8,

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,18 @@ def weights_digest(model: torch.nn.Module) -> str:
     """
     sha = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        parameter = parameter.detach()
-        if hasattr(parameter, "to_local"):  # one process's part of a tensor that is spread over several
-            parameter = parameter.to_local()
         sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
-        if parameter.device.type != "meta" and parameter.numel():
-            first = parameter[(0,) * (parameter.dim() - 1)] if parameter.dim() else parameter
-            sha.update(str(first.reshape(-1)[:8].tolist()).encode())
+        for tensor in _parts(parameter.detach()):
+            if tensor.device.type != "meta" and tensor.numel():
+                first = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor
+                sha.update(first.reshape(-1)[:8].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return sha.hexdigest()[:20]
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors in one: its own of a quantised one, this process's of one that is spread over several."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
