@@ -20,6 +20,7 @@ from tiny_text import TEXTS, tiny_text_model, tiny_tokenizer
 from transformers import AutoModelForCausalLM
 
 from hf_replayssm.evaluation import BatchesFailed, Processes, compare_caches, evaluate_perplexity
+from hf_replayssm.evaluation.engine import Run, Settings
 from hf_replayssm.evaluation.finished import weights_digest
 
 
@@ -145,6 +146,29 @@ def test_positions_add_up(alone, model):
     assert [row["nll"] for row in comparison.reference.by_position] == pytest.approx(
         [row["nll"] for row in alone.by_position], rel=1e-5
     )
+
+
+def test_a_stream_is_read_as_it_goes_and_not_kept(model):
+    """What is in memory at a time is the documents looked ahead, and of the rest their numbers."""
+    read, at_forward = [], []
+
+    def documents():
+        for index in range(300):
+            read.append(index)
+            yield [5 + index % 50, 7, 9]
+
+    def progress(done, total):
+        at_forward.append(len(read))
+
+    result = evaluate_perplexity(model, None, documents(), mode="full", batch_size=1, progress=progress)
+    assert at_forward[0] <= 65 < at_forward[-1] == 300 and result.documents == 300
+    rest = dict.fromkeys(("max_length", "stride", "max_tokens", "device"))
+    settings = Settings.checked(model, mode="full", window=1, batch_size=1, carry_state=False, **rest)
+    run = Run(model, None, documents(), settings, None)
+    for _ in run.batches():
+        pass
+    assert len(run.documents) == 300
+    assert not any(torch.is_tensor(value) for counts in run.documents.values() for value in vars(counts).values())
 
 
 # ----------------------------------------------------------------------------------------------- going on
