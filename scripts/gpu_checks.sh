@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts, results in the folder OUT (default: gpu-results):
 #
-#   scripts/gpu_checks.sh [tests] [sanitizer] [kernels] [recurrences] [profile] [generate] [speculation]
+#   scripts/gpu_checks.sh [tests] [sanitizer] [kernels] [recurrences] [profile] [generate] [speculation] [multigpu]
 #
 # No part named: all. PYTHON names the interpreter (default: that of .venv), WORKERS the test processes (default: cores
 # less two), WHEEL a wheel of mamba_ssm and FLA one of flash-linear-attention for the baselines. Each part goes on to the
@@ -89,10 +89,19 @@ speculation() {
     part speculation 600 "$PYTHON" scripts/benchmark_speculative.py --device cuda --json "$OUT/speculation.json"
 }
 
-for name in "${@:-tests sanitizer kernels recurrences profile generate speculation}"; do
+multigpu() { # needs two; passes over the rest with one
+    if ! "$PYTHON" -c "import sys, torch; sys.exit(torch.cuda.device_count() < 2)"; then
+        echo "== multigpu: passed over, there is one GPU"
+        return
+    fi
+    OMP_NUM_THREADS=4 part multigpu-tests 600 "$PYTHON" -m pytest -m multigpu -p no:cacheprovider --tb=short tests -v
+    part multigpu 600 "$PYTHON" scripts/benchmark_multigpu.py --device cuda --json "$OUT/multigpu.json"
+}
+
+for name in "${@:-tests sanitizer kernels recurrences profile generate speculation multigpu}"; do
     for name in $name; do
         case $name in
-            tests | sanitizer | kernels | recurrences | profile | generate | speculation) $name ;;
+            tests | sanitizer | kernels | recurrences | profile | generate | speculation | multigpu) $name ;;
             *) echo "gpu_checks: no part '$name'; see the head of the script" >&2 && exit 2 ;;
         esac
     done

@@ -403,6 +403,33 @@ def test_a_device_map(family: str, tmp_path):
     assert_replays(hf_replayssm.enable(model), shared_model(family))
 
 
+def test_a_device_map_with_one_layer_on_the_disk(family: str, tmp_path):
+    """Its weights come when its modules run, and its checkpoint and buffer stay where the activations are."""
+    shared_model(family).save_pretrained(tmp_path)
+    prefix = shared_model(family).base_model_prefix
+    layers = next(module for name, module in shared_model(family).named_modules() if name == f"{prefix}.layers")
+    offloaded = next(
+        number
+        for number, layer in enumerate(layers)
+        if any(part in mixers(shared_model(family)) for part in layer.modules())
+    )
+    device_map = {name: "cpu" for name, module in shared_model(family).named_children() if name != prefix}
+    device_map |= {
+        f"{prefix}.{name}": "cpu"
+        for name, _ in getattr(shared_model(family), prefix).named_children()
+        if name != "layers"
+    }
+    device_map |= {
+        f"{prefix}.layers.{number}": "disk" if number == offloaded else "cpu" for number in range(len(layers))
+    }
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=device_map, offload_folder=tmp_path / "offloaded"
+    ).eval()
+    model.generation_config.eos_token_id = None
+    assert any(parameter.is_meta for parameter in model.parameters())
+    assert_replays(hf_replayssm.enable(model), shared_model(family))
+
+
 # ------------------------------------------------------------------------------------------------ PEFT
 def with_lora(model):
     from peft import LoraConfig, get_peft_model

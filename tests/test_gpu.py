@@ -254,11 +254,8 @@ def test_layers_on_two_devices(family, tmp_path):
     model.save_pretrained(tmp_path)
     ids = random_ids(2, 30)
     expected = model.cuda()(input_ids=ids.cuda(), use_cache=False).logits
-    prefix = model.base_model_prefix
-    backbone = getattr(model, prefix)
-    device_map = {f"{prefix}.{name}": 0 for name, _ in backbone.named_children() if name != "layers"}
-    device_map |= {f"{prefix}.layers.{i}": int(i >= len(backbone.layers) // 2) for i in range(len(backbone.layers))}
-    device_map |= {name: 0 for name, _ in model.named_children() if name != prefix}
+    half = len(getattr(model, model.base_model_prefix).layers) // 2
+    device_map = by_layer(model, lambda i: int(i >= half))
     spread = hf_replayssm.enable(type(model).from_pretrained(tmp_path, device_map=device_map).eval(), buffer_len=4)
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[1, :5] = 0
@@ -272,3 +269,69 @@ def test_layers_on_two_devices(family, tmp_path):
     new = torch.stack([ids[0, 17:18], ids[1, 19:20]]).cuda()
     again = spread(input_ids=new, cache=cache).logits
     assert_same_logits(again[0], expected[0, 17:18])
+
+
+def by_layer(model, device_of) -> dict[str, object]:
+    """A device map: layer i on device_of(i), what comes before and behind the layers on the first device."""
+    prefix = model.base_model_prefix
+    backbone = getattr(model, prefix)
+    device_map = {f"{prefix}.{name}": 0 for name, _ in backbone.named_children() if name != "layers"}
+    device_map |= {f"{prefix}.layers.{i}": device_of(i) for i in range(len(backbone.layers))}
+    return device_map | {name: 0 for name, _ in model.named_children() if name != prefix}
+
+
+def assert_same_tokens_and_logits(family, spread, path) -> None:
+    """As the model on one device: greedy tokens, with drafts too, and the logits of tokens one by one."""
+    whole = type(tiny_model(family)).from_pretrained(path).cuda().eval()
+    whole.generation_config.eos_token_id = spread.generation_config.eos_token_id = None
+    for model in (whole, spread):
+        hf_replayssm.enable(model, buffer_len=4)
+    ids = random_ids(1, 30).cuda()
+    options = dict(max_new_tokens=20, do_sample=False, attention_mask=torch.ones_like(ids))
+    tokens = whole.generate(ids, **options)
+    assert torch.equal(spread.generate(ids, **options), tokens)
+    assert torch.equal(spread.generate(ids, prompt_lookup_num_tokens=3, **options), tokens)
+    caches = [hf_replayssm.ReplayCache(config=model.config, buffer_len=4) for model in (whole, spread)]
+    for start, stop in [(0, 9), *((t, t + 1) for t in range(9, 24)), (24, 30)]:
+        expected, logits = (
+            model(input_ids=ids[:, start:stop], cache=cache).logits for model, cache in zip((whole, spread), caches)
+        )
+        assert_same_logits(logits.to(expected.device), expected)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILY_NAMES if family != "zamba2"])
+@torch.no_grad()
+def test_one_layer_on_the_cpu(family, tmp_path):
+    """accelerate brings its weights to the GPU when they are used; its checkpoint is there all the time."""
+    tiny_model(family).save_pretrained(tmp_path)
+    device_map = by_layer(tiny_model(family), lambda i: "cpu" if i == 1 else 0)
+    spread = type(tiny_model(family)).from_pretrained(tmp_path, device_map=device_map).eval()
+    assert any(parameter.is_meta for parameter in spread.parameters())
+    assert_same_tokens_and_logits(family, spread, tmp_path)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+@pytest.mark.parametrize("offloaded", [None, 1])
+@pytest.mark.parametrize("family", [family for family in FAMILY_NAMES if family != "zamba2"])
+@torch.no_grad()
+def test_two_devices_give_the_tokens_of_one(family, offloaded, tmp_path):
+    tiny_model(family).save_pretrained(tmp_path)
+    half = len(getattr(tiny_model(family), tiny_model(family).base_model_prefix).layers) // 2
+    device_map = by_layer(tiny_model(family), lambda i: "cpu" if i == offloaded else int(i >= half))
+    spread = type(tiny_model(family)).from_pretrained(tmp_path, device_map=device_map).eval()
+    assert set(spread.hf_device_map.values()) >= {0, 1}
+    assert_same_tokens_and_logits(family, spread, tmp_path)
+
+
+@pytest.mark.multigpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
+def test_a_map_that_accelerate_makes(tmp_path):
+    """`device_map="auto"`, with memory for a half on each device."""
+    tiny_model("bamba").save_pretrained(tmp_path)
+    size = sum(parameter.nbytes for parameter in tiny_model("bamba").parameters())
+    memory = {0: int(size * 0.7), 1: size}
+    spread = type(tiny_model("bamba")).from_pretrained(tmp_path, device_map="auto", max_memory=memory).eval()
+    assert set(spread.hf_device_map.values()) == {0, 1}, spread.hf_device_map
+    with torch.no_grad():
+        assert_same_tokens_and_logits("bamba", spread, tmp_path)

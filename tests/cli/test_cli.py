@@ -131,6 +131,7 @@ def test_a_comparison_of_caches(run, reference):
         (["--context", "4", "--stride", "5"], 1, "stride must lie between"),
         (["--json", "/no/such/folder/out.json"], 2, "no folder"),
         (["--window", "0"], 2, "window"),
+        (["--compare", "dynamic", "--resume", "folder"], 2, "has no --resume"),
     ],
 )
 def test_errors_are_one_clear_line(run, monkeypatch, arguments, code, message):
@@ -141,6 +142,89 @@ def test_errors_are_one_clear_line(run, monkeypatch, arguments, code, message):
     assert message in " ".join(result.stderr.split())
     if code == 1:
         assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+
+
+def test_an_evaluation_goes_on_where_it_was(run, tmp_path):
+    arguments = (
+        "perplexity",
+        "--batch-size",
+        2,
+        "--context",
+        8,
+        "--resume",
+        tmp_path / "run",
+        "--quiet",
+        "--json",
+        "-",
+    )
+    first = only_json(run(*arguments).stdout)
+    (file,) = (tmp_path / "run").glob("finished-*")
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:5]))
+    again = only_json(run(*arguments).stdout)
+    assert {**again, "seconds": 0, "tokens_per_second": 0} == {**first, "seconds": 0, "tokens_per_second": 0}
+    assert sum(len(file.read_text().splitlines()) for file in (tmp_path / "run").glob("finished-*")) == len(lines)
+    result = run(*arguments, "--window", 3, "--mode", "window", code=1)
+    assert "mode was 'step' and is 'window', window was None and is 3" in result.stderr
+
+
+def test_a_batch_that_fails_is_said_and_the_rest_is_shown(run, tmp_path, monkeypatch):
+    from hf_replayssm.evaluation.engine import Run
+
+    whole, measure = only_json(run("perplexity", "--quiet", "--json", "-").stdout), Run._measure
+    monkeypatch.setattr(
+        Run,
+        "_measure",
+        lambda self, batch, *rest: (
+            measure(self, batch, *rest) if batch[0].document != 0 else (_ for _ in ()).throw(RuntimeError("no kernel"))
+        ),
+    )
+    arguments = ("perplexity", "--batch-size", 1, "--resume", tmp_path / "run", "--json", "-")
+    result = run(*arguments, code=1)
+    assert "error: 1 of 6 batches failed: batch " in result.stderr and "no kernel" in result.stderr
+    assert "perplexity per token" in result.stderr
+    values = json.loads(result.stdout)
+    assert values["failed_batches"][0]["documents"] == [0] and 0 < values["tokens"] < whole["tokens"]
+
+
+@pytest.mark.slow  # for the time of starting
+def test_under_a_launcher_only_the_main_process_speaks(run, assets, tmp_path):
+    import several
+
+    save_tiny(tmp_path / "model")
+    arguments = ("--model", tmp_path / "model", "--file", assets / "heldout.jsonl", "--batch-size", 2)
+    source = """
+        import sys
+        from hf_replayssm.cli import app
+        app(["perplexity", *sys.argv[1:]])
+    """
+    shown, silent = several.succeed(several.launch(source, *arguments, "--json", tmp_path / "out.json", count=2))
+    assert "perplexity per token" in shown and not silent.strip()
+    values, alone = json.loads((tmp_path / "out.json").read_text()), run("perplexity", *arguments, "--json", "-")
+    assert (values["nll"], values["tokens"]) == tuple(only_json(alone.stdout)[name] for name in ("nll", "tokens"))
+    for process in several.launch(source, *arguments, "--column", "body", count=2):
+        assert process.returncode == 1 and "error in process " in process.stderr
+    for process in several.launch(source, *arguments, "--compare", "dynamic", count=2):
+        assert process.returncode == 2 and "in one process" in process.stderr
+
+
+def test_each_process_has_a_device_of_its_own(monkeypatch):
+    from hf_replayssm.cli.common import pick_device
+
+    found = {"is_available": True, "device_count": 2, "current_accelerator": torch.device("cuda")}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda value=value: value)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    for rank in (0, 1):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert pick_device("auto") == torch.device("cuda", rank)
+        assert pick_device("cpu") == torch.device("cpu")
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(ValueError, match="Process 2 has no cuda device of its own: there are 2 here"):
+        pick_device("auto")
 
 
 def test_an_unsupported_model_is_named_and_other_caches_remain(run, tmp_path):
@@ -311,6 +395,14 @@ def test_help_and_version(run):
     import hf_replayssm
 
     assert run("--version").stdout.strip() == hf_replayssm.__version__
+
+
+def test_the_harness_command_says_what_is_missing(run, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval" or name.endswith("harness")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    result = run("lm-eval", "run", "--tasks", "any", code=1)
+    assert "pip install" in result.stderr and "hf-replayssm[lm-eval]" in result.stderr
 
 
 def test_python_dash_m_is_the_command():

@@ -1,4 +1,4 @@
-"""The command line: `hf-replayssm perplexity | generate | doctor`, the same as `python -m hf_replayssm`."""
+"""The command line: `hf-replayssm perplexity | generate | ...`, the same as `python -m hf_replayssm`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import typer
 
 from .doctor import doctor
 from .generate import generate
+from .lm_eval import lm_eval
 from .perplexity import perplexity
+from .report import report
 
 
 app = typer.Typer(
@@ -18,7 +20,12 @@ app = typer.Typer(
 )
 app.command()(perplexity)
 app.command()(generate)
+app.command()(report)
 app.command()(doctor)
+app.command(
+    "lm-eval",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)(lm_eval)
 
 
 @app.callback(invoke_without_command=True)

@@ -72,7 +72,8 @@ def one_line_errors(command: Callable[..., None]) -> Callable[..., None]:
         except Exception as error:  # the last resort of a command line
             if debug:
                 raise
-            typer.echo(f"error: {one_line(error)}", err=True)
+            where = "" if process() is None else f" in process {process()}"
+            typer.echo(f"error{where}: {one_line(error)}", err=True)
             raise typer.Exit(1) from None
 
     return wrapped
@@ -178,11 +179,29 @@ def parse_dtype(dtype: str | None) -> Any:
     return value
 
 
+def process() -> int | None:
+    """The number of this process among those that a launcher (torchrun, accelerate launch) started; None if alone."""
+    return int(os.environ["RANK"]) if int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ else None
+
+
 def pick_device(device: str) -> Any:
-    """The torch device of that name; "auto" is the first accelerator, else the CPU."""
+    """The torch device of that name; "auto" is the first accelerator, else the CPU.
+
+    Of several processes on a machine each gets an accelerator of its own.
+    """
     import torch
 
     if device == "auto":
+        if process() is not None and torch.accelerator.is_available():
+            kind, number = torch.accelerator.current_accelerator(), int(os.environ.get("LOCAL_RANK", 0))
+            if number >= torch.accelerator.device_count():
+                raise ValueError(
+                    f"Process {process()} has no {kind.type} device of its own: there are "
+                    f"{torch.accelerator.device_count()} here. Start as many processes as there are devices, or name "
+                    "one with --device."
+                )
+            torch.accelerator.set_device_index(number)
+            return torch.device(kind.type, number)
         if torch.cuda.is_available():
             return torch.device("cuda")
         if torch.backends.mps.is_available():

@@ -82,6 +82,12 @@ def perplexity(
     dtype: common.DtypeOption = None,
     device: common.DeviceOption = "auto",
     device_map: common.DeviceMapOption = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume", help="Keep finished batches in this folder, and go on from those in it.", metavar="DIR"
+        ),
+    ] = None,
     json: common.JsonOption = None,
     quiet: common.QuietOption = False,
     debug: common.DebugOption = False,
@@ -90,6 +96,9 @@ def perplexity(
 
     Every token of a document but the first is scored once, whatever the mode, the cache and the batch size, so the
     results agree up to rounding wherever the cache is exact.
+
+    Under `torchrun` or `accelerate launch` the processes share the work, each on a device of its own, and the result is
+    that of one process.
     """
     common.check_json_target(json)
     source = _one_source(data, dataset, file)
@@ -105,49 +114,81 @@ def perplexity(
     uses_replay = mode is not Mode.full and "replayssm" in (cache.value, compare and compare.value)
     fields = common.replay_fields(buffer_len, checkpoint_dtype, backend, used=uses_replay)
 
-    from hf_replayssm import bundled
-    from hf_replayssm.evaluation import compare_caches, evaluate_perplexity, join_documents, load_documents
+    several = common.process() is not None
+    if compare is not None and (several or resume is not None):
+        raise typer.BadParameter("--compare pairs the tokens of two caches in one process, and has no --resume.")
+    if several and device_map is not None:
+        raise typer.BadParameter("--device-map spreads one model over the devices that several processes share out.")
 
-    documents = load_documents(
-        source or bundled.heldout_path("jsonl"),
-        config=config,
-        split=split,
-        column=column,
-        streaming=streaming,
-        text_unit=text_unit.value,
+    from hf_replayssm import bundled
+    from hf_replayssm.evaluation import (
+        BatchesFailed,
+        Processes,
+        compare_caches,
+        evaluate_perplexity,
+        join_documents,
+        load_documents,
     )
-    if one_stream:
-        documents = join_documents(documents)
-    source = source or f"{common.BUNDLED} held-out text"
-    loaded, tokenizer = common.load_model(model, dtype=dtype, device=device, device_map=device_map)
-    settings = {
-        "mode": mode.value,
-        "cache": cache.value,
-        "window": window or 8,
-        "batch_size": batch_size,
-        "carry_state": carry,
-        "max_length": context,
-        "stride": stride,
-        "max_tokens": max_tokens,
-        "replay": fields or None,
-    }
-    with _progress_bar(off=quiet) as progress:
-        if compare is None:
-            result = evaluate_perplexity(loaded, tokenizer, documents, progress=progress, **settings)
-        else:
-            comparison = compare_caches(
-                loaded, tokenizer, documents, reference=compare.value, progress=progress, **settings
-            )
-            result = comparison.other
-    values = {**result.to_dict(), "model": model, "data": source}
-    if compare is not None:
-        values["comparison"] = comparison.to_dict()
-    if not quiet:
-        out = common.console(stderr=json == "-")
-        _print_result(out, result, model, source)
+
+    processes = Processes.from_environment()
+    is_main = processes is None or processes.is_main
+    failed: BatchesFailed | None = None
+    with processes or contextlib.nullcontext():
+        documents = load_documents(
+            source or bundled.heldout_path("jsonl"),
+            config=config,
+            split=split,
+            column=column,
+            streaming=streaming,
+            text_unit=text_unit.value,
+        )
+        if one_stream:
+            documents = join_documents(documents)
+        source = source or f"{common.BUNDLED} held-out text"
+        loaded, tokenizer = common.load_model(model, dtype=dtype, device=device, device_map=device_map)
+        settings = {
+            "mode": mode.value,
+            "cache": cache.value,
+            "window": window or 8,
+            "batch_size": batch_size,
+            "carry_state": carry,
+            "max_length": context,
+            "stride": stride,
+            "max_tokens": max_tokens,
+            "replay": fields or None,
+        }
+        with _progress_bar(off=quiet or not is_main) as progress:
+            if compare is None:
+                try:
+                    result = evaluate_perplexity(
+                        loaded, tokenizer, documents, progress=progress, processes=processes, resume=resume, **settings
+                    )
+                except BatchesFailed as error:
+                    if not is_main:
+                        raise typer.Exit(1) from None  # the main process says it
+                    if error.partial is None:
+                        raise
+                    failed, result = error, error.partial
+            else:
+                comparison = compare_caches(
+                    loaded, tokenizer, documents, reference=compare.value, progress=progress, **settings
+                )
+                result = comparison.other
+        if not is_main:
+            return
+        values = {**result.to_dict(), "model": model, "data": source}
+        if failed is not None:
+            values["failed_batches"] = failed.failures
         if compare is not None:
-            _print_comparison(out, comparison)
-    common.emit_json(values, json)
+            values["comparison"] = comparison.to_dict()
+        if not quiet:
+            out = common.console(stderr=json == "-")
+            _print_result(out, result, model, source)
+            if compare is not None:
+                _print_comparison(out, comparison)
+        common.emit_json(values, json)
+        if failed is not None:
+            raise failed
 
 
 def _one_source(data: str | None, dataset: str | None, file: str | None) -> str | None:
@@ -199,7 +240,8 @@ def _print_result(out: Any, result: Any, model: str, source: str) -> None:
     skipped = f", {common.count(result.skipped_documents)} empty ones skipped" if result.skipped_documents else ""
     contexts = f"{common.count(result.contexts)} contexts {kind}"
     rows.append(("documents", f"{common.count(result.documents)}, in {contexts}{skipped}"))
-    rows.append(("time", f"{result.seconds:.2f} s, {result.tokens_per_second:,.0f} tokens/s"))
+    among = f", {result.processes} processes" if result.processes > 1 else ""
+    rows.append(("time", f"{result.seconds:.2f} s, {result.tokens_per_second:,.0f} tokens/s{among}"))
     common.print_rows(out, rows + common.stats_rows(result.cache_stats or {}))
 
 

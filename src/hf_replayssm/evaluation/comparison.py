@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import forward
-from .engine import Progress, Run, Settings, check_finite
+from .engine import Progress, Run, Settings, by_position, check_finite, position_table
 from .perplexity import PerplexityResult, build_result, replay_for, write_json
 
 
@@ -51,6 +51,9 @@ class ComparisonResult:
     relative_perplexity: float  # perplexity(other) / perplexity(reference) - 1
     cluster: str  # what the clusters of the standard error are: "document", or "block of 64 tokens" of a document
     clusters: int
+    # Sums over the `tokens` with at least `start` and fewer than `stop` tokens before them in their context: `kl`,
+    # `delta_logprob`, `abs_delta_logprob`, and `disagreements` of the greedy token. Where a cache drifts, these grow.
+    by_position: list[dict[str, float]] = field(default_factory=list, repr=False)
 
     def to_dict(self, per_document: bool = False) -> dict[str, Any]:
         """As plain types, the two results nested."""
@@ -122,20 +125,25 @@ def compare_caches(
     measured: dict[int, dict[int, dict[str, torch.Tensor]]] = {}
     with forward.evaluation_mode(model), forward.replay_enabled(model, "replayssm" in caches):
         routes = [forward.make_route(model, one, settings_of_replay) for one in caches]
-        for context, values in run.measurements(routes, _measure):
-            check_finite(context, values["reference"])
-            check_finite(context, values["other"])
-            measured.setdefault(context.document, {})[context.start + context.first_scored] = values
+        for batch in run.batches():
+            for context, values in run.measurements(batch, routes, _measure):
+                check_finite(context, values["reference"])
+                check_finite(context, values["other"])
+                values["position"] = context.positions
+                measured.setdefault(context.document, {})[context.start + context.first_scored] = values
 
     def tokens_of(name: str, index: int) -> torch.Tensor:
         parts = measured[index]
         return torch.cat([parts[start][name] for start in sorted(parts)])
 
     order = sorted(measured)
+    positions = torch.cat([tokens_of("position", index) for index in order])
     results = []
     for route, name in zip(routes, ("reference", "other"), strict=True):
         nll = {index: -math.fsum(tokens_of(name, index).tolist()) for index in order}
-        results.append(build_result(run, route, nll, settings_of_replay))
+        result = build_result(run, route, nll, settings_of_replay)
+        lost = {"nll": -torch.cat([tokens_of(name, index) for index in order])}
+        results.append(replace(result, by_position=position_table(by_position(positions, lost))))
     deltas = [tokens_of("other", index) - tokens_of("reference", index) for index in order]
     if len(deltas) >= MIN_DOCUMENTS:
         cluster, clusters = "document", deltas
@@ -160,6 +168,12 @@ def compare_caches(
         relative_perplexity=math.expm1(min(-mean, 709.0)),
         cluster=cluster,
         clusters=len(clusters),
+        by_position=position_table(
+            by_position(
+                positions,
+                {"kl": kl, "delta_logprob": delta, "abs_delta_logprob": delta.abs(), "disagreements": 1 - agree},
+            )
+        ),
     )
 
 

@@ -16,6 +16,16 @@ import torch
 
 
 @dataclass(frozen=True)
+class Counts:
+    """The numbers of one document: all of it that is kept once it has been cut."""
+
+    index: int
+    tokens: int
+    words: int | None
+    bytes: int | None
+
+
+@dataclass(frozen=True)
 class Document:
     """One tokenised document. `tokens` are scored; `words` and `bytes` are those of the text that they stand for."""
 
@@ -27,6 +37,10 @@ class Document:
     @property
     def tokens(self) -> int:
         return len(self.ids) - 1
+
+    @property
+    def counts(self) -> Counts:
+        return Counts(self.index, self.tokens, self.words, self.bytes)
 
 
 @dataclass(frozen=True)
@@ -42,6 +56,11 @@ class Context:
     @property
     def scored(self) -> int:
         return len(self.inputs) - self.first_scored
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of each scored token, how many tokens the cache has seen before it: (scored,) int64, from 1."""
+        return torch.arange(self.first_scored, len(self.inputs)) + 1
 
 
 @dataclass

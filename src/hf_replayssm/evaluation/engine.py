@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import torch
 
 from . import forward
-from .contexts import Context, Document, Skipped, batches, cut_contexts, tokenize_documents
+from .contexts import Context, Counts, Skipped, batches, cut_contexts, tokenize_documents
 
 
 # Called with the scored tokens done so far, and their number in all where it is known.
@@ -19,6 +21,8 @@ Measure = Callable[[list[torch.Tensor], torch.Tensor], dict[str, torch.Tensor]]
 
 LOOK_AHEAD_BATCHES = 64  # batches of contexts that are sorted by length at a time, where the documents are a stream
 BLOCK_ELEMENTS = 2**24  # logits that are measured at a time, which bounds the memory of their fp64 copies
+# Bounds of the ranges of positions that results are summed over: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..., two an octave.
+POSITION_EDGES = torch.tensor([1, *sorted(2**n for n in range(1, 40)), *(3 * 2**n for n in range(40))]).unique()
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class Settings:
 
 
 class Run:
-    """One pass over the documents. Iterate it for (context, measurements); the other attributes are then complete."""
+    """One pass over the documents, in batches; the attributes are complete when all of them have been taken."""
 
     def __init__(self, model, tokenizer, documents: Iterable[Any], settings: Settings, progress: Progress | None):
         if isinstance(documents, str):
@@ -82,8 +86,10 @@ class Run:
         self.settings = settings
         self.progress = progress
         self.skipped = Skipped()
-        self.documents: dict[int, Document] = {}
+        self.documents: dict[int, Counts] = {}
         self.contexts = 0
+        self.done = 0  # scored tokens, of the batches that are finished
+        self.batch_limit: int | None = None  # rows of a batch, from when the memory ran out
         tokenized = tokenize_documents(
             documents,
             tokenizer,
@@ -100,63 +106,119 @@ class Run:
             self.look_ahead = None
         self._tokenized = tokenized
 
-    def _cut(self) -> Iterator[Context]:
-        settings = self.settings
-        for document in self._tokenized:
-            # The ids live on in the contexts; what is kept per document are its numbers.
-            self.documents[document.index] = document
-            yield from cut_contexts(
-                document, carry_state=settings.carry_state, max_length=settings.max_length, stride=settings.stride
-            )
-
-    def measurements(
-        self, routes: list[forward.Route], measure: Measure
-    ) -> Iterator[tuple[Context, dict[str, torch.Tensor]]]:
-        """Per context, the measurements (scored,) in fp64 on the CPU, in the order of its tokens.
-
-        Raises ValueError if there is nothing to score.
-        """
-        settings, done = self.settings, 0
-        for batch in batches(self._cut(), settings.batch_size, self.look_ahead):
-            length = max(len(context.inputs) for context in batch)
-            inputs = torch.full((len(batch), length), forward.FILLER, device="cpu")
-            targets = torch.full((len(batch), length), forward.FILLER, device="cpu")
-            scored = torch.zeros(len(batch), length, dtype=torch.bool, device="cpu")
-            for row, context in enumerate(batch):
-                end = len(context.inputs)
-                inputs[row, :end], targets[row, :end] = context.inputs, context.targets
-                scored[row, context.first_scored : end] = True
-            inputs, targets = inputs.to(settings.device), targets.to(settings.device)
-
-            for route in routes:
-                route.start(inputs)
-            measured: dict[str, torch.Tensor] = {}
-            for start, stop in forward.pieces(length, settings.mode, settings.window or 1):
-                # Rows are sorted, the longest first: those that have ended leave the batch, and the cache.
-                rows = sum(len(context.inputs) > start for context in batch)
-                logits = [route.next(rows, start, stop) for route in routes]
-                for low, high in _blocks(stop - start, rows * logits[0].shape[-1]):
-                    columns = slice(start + low, start + high)
-                    block_targets = targets[:rows, columns].to(logits[0].device)
-                    for name, values in measure([one[:, low:high] for one in logits], block_targets).items():
-                        if name not in measured:
-                            measured[name] = values.new_zeros(len(batch), length)
-                        measured[name][:rows, columns] = values
-                done += int(scored[:, start:stop].sum())
-                if self.progress is not None:
-                    self.progress(done, self.total)
-            for route in routes:
-                route.finish()
-
-            measured = {name: values.cpu().double() for name, values in measured.items()}
-            for row, context in enumerate(batch):
-                self.contexts += 1
-                yield context, {name: values[row][scored[row]] for name, values in measured.items()}
+    def batches(self) -> Iterator[list[Context]]:
+        """The batches, which are the same in every process and every time. ValueError if there is nothing to score."""
+        yield from batches(self._cut(), self.settings.batch_size, self.look_ahead)
         if not self.documents:
             raise ValueError(
                 f"There is nothing to score: {self.skipped.count} documents were given, and each is empty or a single "
                 "token. Check that the right column or file was named."
             )
+
+    def _cut(self) -> Iterator[Context]:
+        settings = self.settings
+        for document in self._tokenized:
+            # Without the ids, which live on in the contexts only: a stream may be larger than the memory.
+            self.documents[document.index] = document.counts
+            yield from cut_contexts(
+                document, carry_state=settings.carry_state, max_length=settings.max_length, stride=settings.stride
+            )
+
+    def measurements(
+        self, batch: list[Context], routes: list[forward.Route], measure: Measure
+    ) -> list[tuple[Context, dict[str, torch.Tensor]]]:
+        """Per context of a batch, the measurements (scored,) in fp64 on the CPU, in the order of its tokens.
+
+        Where an accelerator has not enough memory, the batch goes through in halves, and so do those after it.
+        """
+        measured, rest = [], batch
+        while rest:
+            part = rest[: self.batch_limit]
+            try:
+                measured += self._measure(part, routes, measure)
+            except torch.OutOfMemoryError as error:
+                if len(part) == 1:
+                    raise
+                message = str(error).split(". ")[0]
+            else:
+                self.done += sum(context.scored for context in part)
+                rest = rest[len(part) :]
+                continue
+            # Outside of `except`, whose traceback holds on to the tensors of the forward.
+            for route in routes:
+                route.drop()
+            self._empty_device_cache()
+            self.batch_limit = len(part) // 2
+            warnings.warn(
+                f"{message}: a batch of {len(part)} contexts does not fit. It is halved, to {self.batch_limit}, from "
+                "here on.",
+                stacklevel=2,
+            )
+        self.contexts += len(batch)
+        return measured
+
+    def _measure(
+        self, batch: list[Context], routes: list[forward.Route], measure: Measure
+    ) -> list[tuple[Context, dict[str, torch.Tensor]]]:
+        settings, done = self.settings, self.done
+        length = max(len(context.inputs) for context in batch)
+        inputs = torch.full((len(batch), length), forward.FILLER, device="cpu")
+        targets = torch.full((len(batch), length), forward.FILLER, device="cpu")
+        scored = torch.zeros(len(batch), length, dtype=torch.bool, device="cpu")
+        for row, context in enumerate(batch):
+            end = len(context.inputs)
+            inputs[row, :end], targets[row, :end] = context.inputs, context.targets
+            scored[row, context.first_scored : end] = True
+        inputs, targets = inputs.to(settings.device), targets.to(settings.device)
+
+        for route in routes:
+            route.start(inputs)
+        measured: dict[str, torch.Tensor] = {}
+        for start, stop in forward.pieces(length, settings.mode, settings.window or 1):
+            # Rows are sorted, the longest first: those that have ended leave the batch, and the cache.
+            rows = sum(len(context.inputs) > start for context in batch)
+            logits = [route.next(rows, start, stop) for route in routes]
+            for low, high in _blocks(stop - start, rows * logits[0].shape[-1]):
+                columns = slice(start + low, start + high)
+                block_targets = targets[:rows, columns].to(logits[0].device)
+                for name, values in measure([one[:, low:high] for one in logits], block_targets).items():
+                    if name not in measured:
+                        measured[name] = values.new_zeros(len(batch), length)
+                    measured[name][:rows, columns] = values
+            done += int(scored[:, start:stop].sum())
+            if self.progress is not None:
+                self.progress(done, self.total)
+        for route in routes:
+            route.finish()
+
+        measured = {name: values.cpu().double() for name, values in measured.items()}
+        return [
+            (context, {name: values[row][scored[row]] for name, values in measured.items()})
+            for row, context in enumerate(batch)
+        ]
+
+    def _empty_device_cache(self) -> None:
+        module = getattr(torch, self.settings.device.type, None)
+        if hasattr(module, "empty_cache"):
+            module.empty_cache()
+
+
+def by_position(positions: torch.Tensor, values: dict[str, torch.Tensor]) -> dict[int, dict[str, float]]:
+    """Sums over ranges of positions: per range, by the index of its lower bound in POSITION_EDGES, its `tokens` and
+    the exactly rounded sum of each of `values`. positions: (tokens,) int64, from 1; values: (tokens,) fp64."""
+    ranges = torch.bucketize(positions, POSITION_EDGES, right=True) - 1
+    sums = {}
+    for index in ranges.unique().tolist():
+        inside = ranges == index
+        sums[index] = {"tokens": int(inside.sum())}
+        sums[index] |= {name: math.fsum(value[inside].tolist()) for name, value in values.items()}
+    return sums
+
+
+def position_table(sums: dict[int, dict[str, float]]) -> list[dict[str, float]]:
+    """What `by_position` gave, as rows in the order of positions: from `start` to before `stop`."""
+    edges = POSITION_EDGES.tolist()
+    return [{"start": edges[index], "stop": edges[index + 1], **sums[index]} for index in sorted(sums)]
 
 
 def _blocks(length: int, elements_per_position: int) -> Iterator[tuple[int, int]]:
@@ -176,7 +238,7 @@ def check_finite(context: Context, logprobs: torch.Tensor) -> None:
         )
 
 
-def word_and_byte_counts(documents: Iterable[Document]) -> tuple[int | None, int | None]:
+def word_and_byte_counts(documents: Iterable[Counts]) -> tuple[int | None, int | None]:
     """Words and bytes of all documents; None if any was given as token ids."""
     documents = list(documents)
     if any(document.words is None for document in documents):

@@ -92,6 +92,10 @@ class Route:
                 if isinstance(value, (int, float)) and not isinstance(value, bool):
                     totals[key] = totals.get(key, 0) + value
             self.stats = totals
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of what a batch holds; a batch that is not finished leaves no trace in the counters."""
         self.inputs = self.cache = self.whole = None
 
     def _forward(self, start: int, stop: int, **kwargs):

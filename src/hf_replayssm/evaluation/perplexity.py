@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import forward
-from .engine import Progress, Run, Settings, check_finite, word_and_byte_counts
+from .contexts import Context
+from .engine import (
+    Progress,
+    Run,
+    Settings,
+    by_position,
+    check_finite,
+    position_table,
+    word_and_byte_counts,
+)
+from .finished import Finished, digest, weights_digest
+from .processes import Processes
 
 
 if TYPE_CHECKING:
@@ -71,6 +84,10 @@ class PerplexityResult:
     device: str
     replay: dict[str, Any] | None = None  # the fields of the ReplayConfig
     cache_stats: dict[str, float] | None = None  # the cache's own counters, added up over all batches
+    processes: int = 1  # that evaluated something; with several, `seconds` are those of the one that took longest
+    reduced_batch_size: int | None = None  # to which batches were halved (in this process) when the memory ran out
+    # nll (nats, summed) of the `tokens` with at least `start` and fewer than `stop` tokens before them in their context
+    by_position: list[dict[str, float]] = field(default_factory=list, repr=False)
     per_document: list[DocumentScore] = field(default_factory=list, repr=False)
 
     def to_dict(self, per_document: bool = False) -> dict[str, Any]:
@@ -83,6 +100,24 @@ class PerplexityResult:
     def to_json(self, path: str | os.PathLike | None = None, per_document: bool = False) -> str:
         """As JSON text, also written to `path` if one is given."""
         return write_json(self.to_dict(per_document), path)
+
+
+class BatchesFailed(RuntimeError):
+    """Some batches could not be evaluated, and the others were. `partial` is the result of those, None if all failed;
+    `failures` has for each failed batch its number, its documents and the error."""
+
+    def __init__(
+        self, failures: list[dict[str, Any]], batches: int, partial: PerplexityResult | None, kept: str | None
+    ):
+        self.failures, self.partial = failures, partial
+        shown = [
+            f"batch {one['batch']} (documents {', '.join(map(str, one['documents']))}): {one['error'].rstrip('.')}"
+            for one in failures[:3]
+        ]
+        if len(failures) > 3:
+            shown.append(f"and {len(failures) - 3} more")
+        rest = f" The others are finished and kept in {kept}: run again to try only these." if kept else ""
+        super().__init__(f"{len(failures)} of {batches} batches failed: {'; '.join(shown)}.{rest}")
 
 
 @torch.no_grad()
@@ -102,6 +137,8 @@ def evaluate_perplexity(
     device: str | torch.device | None = None,
     replay: Any = None,
     progress: Progress | None = None,
+    processes: Processes | None = None,
+    resume: str | os.PathLike | None = None,
 ) -> PerplexityResult:
     """Perplexity of `model` on `documents`, teacher-forced through a cache.
 
@@ -128,15 +165,22 @@ def evaluate_perplexity(
         device: where the inputs go; by default the model's own.
         replay: settings of the replay cache, a `ReplayConfig` or a dict of fields such as `{"buffer_len": 16}`; fields
             left out are those that the model was enabled with. A model that is not enabled is while it is evaluated.
-        progress: called after each forward with the tokens scored so far and their number in all (None if unknown).
+        progress: called after each forward with the tokens scored so far and their number in all (None if unknown); in
+            the main process only.
+        processes: those that share the work, from `Processes.from_environment()`. Each is given the same arguments and
+            returns the same result, which is that of one process to the last bit: the batches are the same ones.
+            (Where the memory runs out and a batch is halved, only up to rounding.)
+        resume: a folder for finished batches. What is in it already, of a run that was killed, is not evaluated again.
 
     Returns:
         PerplexityResult: perplexity per token, per word, bits per byte, the counts, and the time.
 
     Raises:
         ValueError: an argument out of range, nothing to score, a tokenizer that does not fit the model, a model that
-            is no causal language model, log probabilities that are not finite. Unsupported models raise from
-            `hf_replayssm.enable` when `cache="replayssm"`.
+            is no causal language model, log probabilities that are not finite, a `resume` folder of another evaluation
+            or other data. Unsupported models raise from `hf_replayssm.enable` when `cache="replayssm"`.
+        BatchesFailed: with `processes` or `resume`, at the end, if the forwards of some batches raised.
+        RuntimeError: another process has died or ended with an error.
     """
     settings = Settings.checked(
         model,
@@ -154,14 +198,202 @@ def evaluate_perplexity(
     elif cache == forward.NO_CACHE:
         raise ValueError(f'mode {mode!r} goes through a cache. Name one, or use mode="full".')
     settings_of_replay = replay_for(model, [cache], replay)
+    if processes is not None and not processes.is_main:
+        progress = None
     run = Run(model, tokenizer, documents, settings, progress)
-    sums: dict[int, list[float]] = {}
-    with forward.evaluation_mode(model), forward.replay_enabled(model, cache == "replayssm"):
+    work = _Work(processes, resume)
+    with forward.evaluation_mode(model), forward.replay_enabled(model, cache == "replayssm"), work:
         route = forward.make_route(model, cache, settings_of_replay)
-        for context, measured in run.measurements([route], logprob_of_targets):
-            check_finite(context, measured["logprob"])
-            sums.setdefault(context.document, []).append(-math.fsum(measured["logprob"].tolist()))
-    return build_result(run, route, {index: math.fsum(parts) for index, parts in sums.items()}, settings_of_replay)
+        if resume is not None:
+            work.open(_what_decides(run, route, settings_of_replay))
+        count = 0
+        for number, batch in enumerate(run.batches()):
+            count += 1
+            if work.is_mine(number, batch):
+                work.evaluate(number, batch, run, route)
+            work.show(run)
+        records = work.gather(count, run)
+    failures = [record for record in records if "error" in record]
+    good = [record for record in records if "error" not in record]
+    if not failures:
+        return _result_of(run, route, good, settings_of_replay)
+    partial = None
+    if good:
+        # Of the documents that lost a part, the numbers of words and bytes stand for all of it: leave those out.
+        broken = {index for one in failures for index in one["documents"]}
+        run.documents = {index: counts for index, counts in run.documents.items() if index not in broken}
+        partial = _result_of(run, route, good, settings_of_replay) if run.documents else None
+    raise BatchesFailed(failures, count, partial, None if resume is None else os.fspath(resume))
+
+
+class _Work:
+    """Who evaluates which batch, and what is finished. Batches are numbered, and the same for all processes."""
+
+    def __init__(self, processes: Processes | None, resume: str | os.PathLike | None):
+        self.processes, self.resume = processes, resume
+        self.is_main = processes is None or processes.is_main
+        self.finished: Finished | None = None
+        self.records: dict[int, dict[str, Any] | None] = {}  # of batches that are done; None: another process knows
+        self.tokens = 0  # of them, where there is one process
+        self.claimed = -1
+        self.run = uuid.uuid4().hex[:8]
+        if processes is not None:
+            processes.begin()
+            if self.is_main:
+                processes.publish("run", self.run.encode())
+            else:
+                self.run = processes.fetch("run").decode()
+
+    def __enter__(self) -> _Work:
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        if self.finished is not None:
+            self.finished.close()
+
+    def open(self, settings: dict[str, Any]) -> None:
+        """Take up what is in the folder; the main process does, and tells the others which batches are done."""
+        self.finished = Finished(self.resume, settings, main=self.is_main)
+        done = self.finished.records
+        if self.processes is not None:
+            if self.is_main:
+                for number, record in done.items():
+                    self.processes.publish(f"batch/{number}", json.dumps(record).encode())
+                self.processes.count_tokens(sum(record["tokens"] for record in done.values()))
+                self.processes.publish("done", json.dumps(sorted(done)).encode())
+            else:
+                done = dict.fromkeys(json.loads(self.processes.fetch("done")))
+        self.records = dict(done)
+        if self.processes is None:
+            self.tokens = sum(record["tokens"] for record in done.values())
+
+    def is_mine(self, number: int, batch: list[Context]) -> bool:
+        if self.finished is not None:
+            self.finished.check(number, batch)
+        if number in self.records:
+            return False
+        if self.processes is None:
+            return True
+        while self.claimed < number:
+            self.claimed = self.processes.claim()
+        return self.claimed == number
+
+    def evaluate(self, number: int, batch: list[Context], run: Run, route: forward.Route) -> None:
+        """Evaluate a batch and make the outcome known. An error is an outcome where the other batches are of use."""
+        try:
+            record = _score(run, route, batch)
+        except Exception as error:
+            if self.processes is None and self.resume is None:
+                raise
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            record = {"error": message, "documents": sorted({context.document for context in batch})}
+            route.drop()
+        rank = 0 if self.processes is None else self.processes.rank
+        record = self.records[number] = {"batch": number, "run": self.run, "process": rank, **record}
+        if self.finished is not None and "error" not in record:
+            self.finished.add(record)
+        if self.processes is None:
+            self.tokens += record.get("tokens", 0)
+        else:
+            self.processes.count_tokens(record.get("tokens", 0))
+            self.processes.publish(f"batch/{number}", json.dumps(record).encode())
+
+    def show(self, run: Run) -> None:
+        """The progress: the tokens of all processes."""
+        if run.progress is not None:
+            run.done = self.tokens if self.processes is None else self.processes.count_tokens(0)
+            run.progress(run.done, run.total)
+
+    def gather(self, count: int, run: Run) -> list[dict[str, Any]]:
+        """The records of all batches, in their order; those of other processes are waited for."""
+        for number in range(count):
+            if self.records.get(number) is None:
+                self.records[number] = json.loads(self.processes.fetch(f"batch/{number}"))
+                self.show(run)
+        return [self.records[number] for number in range(count)]
+
+
+def _score(run: Run, route: forward.Route, batch: list[Context]) -> dict[str, Any]:
+    """What there is to know of a batch, as JSON has it. Every float comes back from JSON as it was."""
+    route.seconds, route.stats = 0.0, None
+    contexts, positions, logprobs = [], [], []
+    for context, measured in run.measurements(batch, [route], logprob_of_targets):
+        check_finite(context, measured["logprob"])
+        contexts.append([context.document, -math.fsum(measured["logprob"].tolist())])
+        positions.append(context.positions)
+        logprobs.append(measured["logprob"])
+    return {
+        "inputs": digest(batch),
+        "tokens": sum(context.scored for context in batch),
+        "contexts": contexts,
+        "by_position": by_position(torch.cat(positions), {"nll": -torch.cat(logprobs)}),
+        "seconds": route.seconds,
+        "stats": route.stats,
+    }
+
+
+def _result_of(
+    run: Run, route: forward.Route, records: list[dict[str, Any]], replay: ReplayConfig | None
+) -> PerplexityResult:
+    """The result of all batches. fsum rounds once, so it is the same in whichever order they were evaluated."""
+    parts: dict[int, list[float]] = {index: [] for index in run.documents}
+    positions: dict[int, list[dict[str, float]]] = {}
+    stats: dict[str, float] = {}
+    for record in records:
+        for document, nll in record["contexts"]:
+            if document in parts:
+                parts[document].append(nll)
+        for index, sums in record["by_position"].items():
+            positions.setdefault(int(index), []).append(sums)
+        for name, value in (record["stats"] or {}).items():
+            stats[name] = stats.get(name, 0) + value
+    run.contexts = sum(len(record["contexts"]) for record in records)
+    times: dict[str, dict[int, float]] = {}  # of each run of each process
+    for record in records:
+        run_of = times.setdefault(record["run"], {})
+        run_of[record["process"]] = run_of.get(record["process"], 0.0) + record["seconds"]
+    route.seconds = sum(max(of_processes.values()) for of_processes in times.values())
+    route.stats = stats or None
+    table = position_table(
+        {
+            index: {
+                "tokens": sum(one["tokens"] for one in each),
+                "nll": math.fsum(one["nll"] for one in each),
+            }
+            for index, each in positions.items()
+        }
+    )
+    result = build_result(run, route, {index: math.fsum(each) for index, each in parts.items()}, replay)
+    return replace(result, processes=max(len(of_processes) for of_processes in times.values()), by_position=table)
+
+
+def _what_decides(run: Run, route: forward.Route, replay: ReplayConfig | None) -> dict[str, Any]:
+    """All that the result depends on but the documents, for a folder of finished batches."""
+    import transformers
+
+    from hf_replayssm.versions import __version__
+
+    config = run.model.config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):
+        config.pop(name, None)
+    settings = {name: value for name, value in vars(run.settings).items() if name != "device"}
+    return plain(
+        {
+            **settings,
+            "cache": route.name,
+            "replay": replay.to_dict() if replay is not None else None,
+            "streaming": run.look_ahead is not None,  # what is sorted at a time
+            "model": type(run.model).__name__,
+            "config": hashlib.sha256(json.dumps(plain(config), sort_keys=True).encode()).hexdigest()[:20],
+            "weights": weights_digest(run.model),
+            "device": run.settings.device.type,
+            "versions": {
+                "hf_replayssm": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+            },
+        }
+    )
 
 
 def logprob_of_targets(logits: list[torch.Tensor], targets: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -206,6 +438,7 @@ def build_result(
         device=str(settings.device),
         replay=replay.to_dict() if route.name == "replayssm" else None,
         cache_stats=route.stats,
+        reduced_batch_size=run.batch_limit,
         per_document=scores,
     )
 

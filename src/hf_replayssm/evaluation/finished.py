@@ -1,0 +1,134 @@
+"""What is finished of an evaluation, in a folder: a run that was killed goes on from there.
+
+`settings.json` says what is evaluated and how; each process appends to a `finished-*.jsonl` of its own, one line per
+finished batch. A line that was cut short by a kill is no line, and its batch is evaluated again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .contexts import Context
+
+
+SETTINGS = "settings.json"
+
+
+class Finished:
+    """The finished batches of an evaluation, by their number, in `folder`.
+
+    Args:
+        folder: made if it is not there.
+        settings: all that the result depends on, as JSON has it; compared with what the folder was begun with.
+        main: whether this process looks after the folder; the others only add to it.
+
+    Raises:
+        ValueError: the folder is of another evaluation (every setting that differs is named), or of something else.
+    """
+
+    def __init__(self, folder: str | os.PathLike, settings: dict[str, Any], main: bool = True):
+        self.folder = Path(folder)
+        self.records: dict[int, dict[str, Any]] = {}
+        self._file = None
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ValueError(
+                f"{self.folder} is a file. Name a folder for what is finished, or one that does not exist."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not main:
+            return
+        known = self.folder / SETTINGS
+        if known.exists():
+            self._compare(json.loads(known.read_text(encoding="utf-8")), settings)
+            for file in sorted(self.folder.glob("finished-*.jsonl")):
+                self._read(file)
+        elif any(self.folder.iterdir()):
+            raise ValueError(
+                f"The folder {self.folder} holds other files and no {SETTINGS}. Name an empty folder, or one that does "
+                "not exist."
+            )
+        else:
+            part = known.with_suffix(".part")
+            part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+            part.replace(known)
+
+    def _compare(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        now = json.loads(json.dumps(now))
+        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if names:
+            changes = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
+            raise ValueError(
+                f"The folder {self.folder} holds what is finished of another evaluation: {changes}. Give the same "
+                "settings, or another folder."
+            )
+
+    def _read(self, file: Path) -> None:
+        for line in file.read_text(encoding="utf-8").splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                continue
+            self.records.setdefault(record["batch"], record)
+
+    def add(self, record: dict[str, Any]) -> None:
+        """Write one finished batch; it is on the disk when this returns."""
+        if self._file is None:
+            self._file = open(self.folder / f"finished-{uuid.uuid4().hex[:12]}.jsonl", "x", encoding="utf-8")
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def check(self, number: int, batch: list[Context]) -> None:
+        """Raises ValueError if the finished batch of that number was of other tokens than `batch`."""
+        record = self.records.get(number)
+        if record is not None and record["inputs"] != digest(batch):
+            raise ValueError(
+                f"The folder {self.folder} holds what is finished of other documents: batch {number} (document "
+                f"{batch[0].document}) has other tokens now. Give the same data and tokenizer, or another folder."
+            )
+
+
+def digest(batch: list[Context]) -> str:
+    """Of the tokens of a batch, and of which of them are scored."""
+    sha = hashlib.sha256()
+    for context in batch:
+        sha.update(f"{context.document} {context.start} {context.first_scored} {len(context.inputs)} ".encode())
+        sha.update(context.inputs.numpy().tobytes())
+        sha.update(context.targets[-1:].numpy().tobytes())
+    return sha.hexdigest()[:20]
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Of the names, shapes and first values of all parameters: tells models apart, without reading all of them.
+
+    Parameters that are offloaded count with name and shape only.
+    """
+    sha = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
+        for tensor in _parts(parameter.detach()):
+            if tensor.device.type != "meta" and tensor.numel():
+                first = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor
+                sha.update(first.reshape(-1)[:8].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:20]
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors in one: its own of a quantised one, this process's of one that is spread over several."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
