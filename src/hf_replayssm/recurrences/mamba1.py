@@ -6,6 +6,7 @@ activations. See `ops/mamba1.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ class Mamba1(Recurrence):
     state_by_group: bool = False  # as Zamba's
 
     name = "mamba1"
+    scale_dim = -2  # the columns of a channel
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -80,7 +82,7 @@ class Mamba1(Recurrence):
         return mamba1.replay(C, *inputs, A, D, *places, dt_bias=dt_bias, z=z), None
 
     def fold_triton(
-        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor
+        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor, **storage: Any
     ) -> torch.Tensor:
         A, dt_bias = constants
         return mamba1.fold_triton(positions, inputs, A, checkpoint, dt_bias=dt_bias)

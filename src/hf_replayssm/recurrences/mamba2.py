@@ -23,6 +23,7 @@ class Mamba2(Recurrence):
 
     name = "mamba2"
     has_time_step_limit = True
+    kernels_round = True
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -69,9 +70,9 @@ class Mamba2(Recurrence):
         return mamba2.replay(C, *inputs, *constants, D, window.checkpoint, window.start, window.end), None
 
     def fold_triton(
-        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor
+        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor, **storage: Any
     ) -> torch.Tensor:
-        return mamba2.fold_triton(positions, inputs, *constants, checkpoint)
+        return mamba2.fold_triton(positions, inputs, *constants, checkpoint, **storage)
 
     def step_triton(
         self,
@@ -84,11 +85,14 @@ class Mamba2(Recurrence):
         C: torch.Tensor,
         dt: torch.Tensor,
         D: torch.Tensor,
-        **dt_rule: torch.Tensor | float,
+        **options: Any,
     ) -> torch.Tensor:
-        """As [`replay`], with raw dt. (x, B and C in another dtype than the buffer's, as under autocast, are cast.)"""
+        """
+        As [`replay`], with raw dt and its rule in `options`. (x, B and C in another dtype than the buffer's, as under
+        autocast, are cast.)
+        """
         x, B, C = (tensor.to(inputs[0].dtype) for tensor in (x, B, C))
-        return mamba2.step_triton(positions, x, B, C, dt, inputs, *constants, D, checkpoint, **dt_rule)
+        return mamba2.step_triton(positions, x, B, C, dt, inputs, *constants, D, checkpoint, **options)
 
     def decode_triton(
         self,
