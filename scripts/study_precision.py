@@ -1,6 +1,6 @@
 """
-What a checkpoint in fewer bits costs in accuracy: rounded once a flush, and, with a buffer of one token, at every token,
-as the classic step with a state in these bits does.
+What a checkpoint in fewer bits costs in accuracy: rounded once a flush, and, with a buffer of one token, at every
+token, as the classic step with a state in these bits does.
 
     python scripts/study_precision.py --json study.json --plot study.svg      # the bundled model, layers and logits
     python scripts/study_precision.py --model Nemotron-H-8B --tokens 4096     # layers of a geometry, random weights
@@ -221,7 +221,7 @@ def drive(layer: Layer, buffer_len: int, rows: list[tuple[str, str]], seed: int 
         recurrence.replay(truth, constants64, *layer.part(begin, end, 1, torch.float64))
         if state is None:
             state = recurrence.fold(window.inputs(), layer.constants, checkpoint, buffer_len)
-        sampled = begin % EVERY < SAMPLED
+        sampled = begin % EVERY >= EVERY - SAMPLED
         for held in range(1, buffer_len) if sampled else ():  # the tokens that are still in the buffer
             now = recurrence.fold(window.inputs(), layer.constants, checkpoint, held)
             now64 = recurrence.fold(truth.inputs(), constants64, exact, held)
@@ -276,7 +276,7 @@ def study_states(layers: list[Layer], args: argparse.Namespace) -> dict[str, Any
                     "buffer_len": buffer_len,
                     "relative_mse": heads.mean().item(),
                     "relative_mse_of_heads": heads.tolist(),
-                    "drift": [[int(i * EVERY), value] for i, value in enumerate(windows[:, number].tolist())],
+                    "drift": [[(i + 1) * EVERY, value] for i, value in enumerate(windows[:, number].tolist())],
                 }
             )
         print(f"states, buffer {buffer_len}: {time.perf_counter() - began:.0f} s", flush=True)
@@ -345,10 +345,10 @@ def statistics(model: Any, streams: torch.Tensor, exact: torch.Tensor, width: in
     nll, kl, agree, deviation = [], [], [], []
     began = time.perf_counter()
     for begin, logits in teacher_forced(model, streams[:, :-1], width, args.attention, **fields):
-        reference = exact[:, begin : begin + width].to(logits.device).float()
-        ours = torch.log_softmax(logits.float(), -1)
+        reference = exact[:, begin : begin + width].to(logits.device).double()
+        ours = torch.log_softmax(logits.double(), -1)
         at = targets[:, begin : begin + width, None].to(logits.device)
-        nll.append(-ours.gather(-1, at)[..., 0].double().cpu())
+        nll.append(-ours.gather(-1, at)[..., 0].cpu())
         kl.append((reference.exp() * (reference - ours)).sum(-1).clamp(min=0).cpu())
         agree.append((ours.argmax(-1) == reference.argmax(-1)).cpu())
         deviation.append((ours - reference).square().mean(-1).cpu())
@@ -369,8 +369,8 @@ def statistics(model: Any, streams: torch.Tensor, exact: torch.Tensor, width: in
 
 
 @torch.no_grad()
-def study_logits(model: Any, streams: torch.Tensor, args: argparse.Namespace) -> dict[str, Any]:
-    """`streams` (b, t + 1) tokens."""
+def study_logits(model: Any, streams: torch.Tensor, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """`streams` (b, t + 1) tokens. Yields the result so far, run by run."""
     began = time.perf_counter()
     double = copy.deepcopy(model).double()
     whole = teacher_forced(double, streams[:, :-1], 32, args.attention, checkpoint_dtype=torch.float64, backend="torch")
@@ -392,13 +392,12 @@ def study_logits(model: Any, streams: torch.Tensor, args: argparse.Namespace) ->
             fields = {"checkpoint_dtype": DTYPES[dtype], "rounding": rounding, "seed": args.seed}
             run |= statistics(model, streams, exact, buffer_len, args, buffer_len=buffer_len, **fields)
             result["runs"].append(run)
+            base = next(r for r in result["runs"] if r["checkpoint"] == "fp32" and r["buffer_len"] == buffer_len)
+            run["relative_perplexity"] = math.expm1(run["nll"] - base["nll"])
             print(
-                f"logits {dtype} {rounding} {buffer_len}: {run['perplexity']:.5f}, {run['seconds']:.0f} s", flush=True
+                f"logits {dtype} {rounding} {buffer_len}: {run['perplexity']:.5f} ({run['seconds']:.0f} s)", flush=True
             )
-    for run in result["runs"]:
-        base = next(r for r in result["runs"] if r["checkpoint"] == "fp32" and r["buffer_len"] == run["buffer_len"])
-        run["relative_perplexity"] = math.expm1(run["nll"] - base["nll"])
-    return result
+            yield result
 
 
 # ------------------------------------------------------------------------------------------------------------- report
@@ -568,6 +567,12 @@ def parse() -> argparse.Namespace:
     return args
 
 
+def save(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """As it goes: a long run that is stopped leaves what it has."""
+    if args.json:
+        Path(args.json).write_text(json.dumps(result) + "\n")
+
+
 def main() -> None:
     args = parse()
     if args.show:
@@ -587,6 +592,7 @@ def main() -> None:
         }
         for name in args.model:
             study: dict[str, Any] = {"model": name}
+            result["studies"].append(study)
             if name in SYNTHETIC:
                 study["states"] = study_states([synthetic(name, args.tokens)], args)
             else:
@@ -597,10 +603,9 @@ def main() -> None:
                 if "logits" in args.what:
                     length = min(args.tokens, len(ids) // args.streams - 1) // 64 * 64 + 1
                     streams = torch.stack([ids[i * length : (i + 1) * length] for i in range(args.streams)])
-                    study["logits"] = study_logits(model, streams, args)
-            result["studies"].append(study)
-            if args.json:  # after each model: a long run that is stopped leaves what it has
-                Path(args.json).write_text(json.dumps(result) + "\n")
+                    for study["logits"] in study_logits(model, streams, args):
+                        save(result, args)
+            save(result, args)
     print(report(result))
     if args.plot:
         plot(result, args.plot)
