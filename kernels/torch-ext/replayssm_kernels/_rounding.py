@@ -69,7 +69,7 @@ def scale_of(greatest, dtype: tl.constexpr):
 
 @triton.jit
 def inverse_scale(scale):
-    return tl.where(scale == 0.0, 0.0, 1.0 / scale)
+    return tl.where(scale == 0.0, 0.0, 1.0 / tl.where(scale == 0.0, 1.0, scale))
 
 
 @triton.jit
@@ -94,6 +94,10 @@ def rounded(x, dtype: tl.constexpr, place, first_key, second_key, STOCHASTIC: tl
             as_bits = x.to(tl.uint32, bitcast=True)
             raised = ((as_bits + (bits >> (32 - BELOW))) >> BELOW) << BELOW
             x = tl.where(absolute_bits(x) < 0x7F800000, raised.to(tl.float32, bitcast=True), x)
+    elif INTERPRETED and dtype == tl.float8e4nv:  # the interpreter cuts off, and loses what carries into an exponent
+        as_bits = x.to(tl.uint32, bitcast=True)
+        nearest = ((as_bits + 0x7FFFF + ((as_bits >> 20) & 1)) >> 20) << 20
+        x = tl.where(absolute_bits(x) < 0x7F800000, nearest.to(tl.float32, bitcast=True), x)
     if dtype == tl.int8:
         # The last byte of 1.5 * 2^23 + x, which adds to the nearest. (What is not finite is so in its scale.)
         return (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
