@@ -190,6 +190,20 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self.constants: tuple[torch.Tensor, ...] = ()
         self.device = self.dtype = None
 
+    # torch does not pickle float8: it goes as the bytes that it is.
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self.checkpoint is not None:
+            state["checkpoint"] = quantize.raw(self.checkpoint), self.checkpoint.dtype
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.checkpoint is not None:
+            values, dtype = self.checkpoint
+            self.checkpoint = values.view(dtype)
+
     # What the mixer calls for every segment of a forward: `decode`, where the Triton kernels do all of it; else
     # `convolve`, and then `step` (kernels) or `replay` (PyTorch), or, for a scan, `state_before_scan` and `flush_to`.
     # `operands` and `options` are the recurrence's own.
