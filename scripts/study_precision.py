@@ -103,16 +103,18 @@ class Window:
 
     def __init__(self, recurrence: Recurrence, checkpoint: torch.Tensor, tokens: int):
         self.checkpoint, self.num_tokens, self.end = checkpoint, tokens, tokens
-        self.tensors = dict.fromkeys(recurrence.inputs)
+        # (Of the delta rule u is found after the others are read; what is read of it lies in front of the new tokens.)
+        self.tensors = {
+            name: checkpoint.new_zeros((len(checkpoint), one.shape[0], 0, *one.shape[1:]))
+            for name, one in recurrence.inputs.items()
+        }
 
     def append(self, **new: torch.Tensor) -> None:
         for name, values in new.items():
             self.tensors[name] = values.transpose(1, 2)
 
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        any_ = next(tensor for tensor in self.tensors.values() if tensor is not None)
-        # (Of the delta rule u is found after the others are read; nothing in front of the new tokens is.)
-        return tuple(any_ if tensor is None else tensor for tensor in self.tensors.values())
+        return tuple(self.tensors.values())
 
 
 @torch.no_grad()
