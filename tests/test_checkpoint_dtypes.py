@@ -207,21 +207,24 @@ def test_rows_take_their_scales_along(dtype, kind, operation):
 @pytest.mark.parametrize("kind", ["plain", "static"])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_a_crop_gives_back_what_was(name, kind):
-    model, ids = double_model(name), random_ids(2, 30)
-    config = {"buffer_len": 3, "max_window": 4, "checkpoint_dtype": "int8", "rounding": "stochastic"}
-    cache = new_cache(kind, model, **config)
-    cache.activate_past_recording()
-    feed(model, cache, ids[:, :12], 5, 4, 3)
-    before = [layer.recurrent_states[0].clone() for layer in replay_layers(cache)]
-    with torch.no_grad():
-        model(input_ids=random_ids(2, 4, seed=9), cache=cache)
+    model, ids = double_model(name), random_ids(2, 24)
+    config = {"buffer_len": 8, "max_window": 4, "checkpoint_dtype": "int8", "rounding": "stochastic"}
+    cache, twin = (new_cache(kind, model, **config) for _ in range(2))
+    for each in (cache, twin):
+        each.activate_past_recording()
+        feed(model, each, ids[:, :8], 5, 3)
+    before = [(layer.checkpoint.clone(), layer.recurrent_states[0].clone()) for layer in replay_layers(cache)]
+    feed(model, cache, random_ids(2, 4, seed=9), 4)
     cache.crop(-4)
-    after = [layer.recurrent_states[0] for layer in replay_layers(cache)]
-    # What was folded in between is rounded now, and it was not before.
-    assert all(relative_error(a, b) < 0.05 for a, b in zip(after, before))
-    logits = feed(model, cache, ids[:, 12:], 3, 1)
-    twin = new_cache(kind, model, **config | {"checkpoint_dtype": "float64", "rounding": "nearest"})
-    assert relative_error(logits, feed(model, twin, ids, 5)[:, 12:]) < 0.1
+    kept = 0
+    for layer, (checkpoint, state) in zip(replay_layers(cache), before):
+        # Where old tokens were folded in between, their state is rounded now, and it was not before.
+        flushed = not torch.equal(layer.checkpoint, checkpoint)
+        kept += not flushed
+        assert relative_error(layer.recurrent_states[0], state) < (0.2 if flushed else 1e-12)
+    assert kept
+    logits = [feed(model, each, ids[:, 8:], 3, 1) for each in (cache, twin)]
+    assert relative_error(*logits) < 0.3  # (without the crop they flush at other tokens)
 
 
 @pytest.mark.parametrize("kind", ["plain", "static"])
