@@ -33,9 +33,17 @@ class Mamba1Layer(Layer):
         self.dt_bias = self.randn(groups, channels).sub(1.0) if raw_dt else None
         self.hold_nothing(0, first, [(groups, size) for size in (channels, state, channels)])
 
+    scale_dim = -2
+
     def positions(self, count, fold):
         never_read = torch.full_like(self.held, -(2**31))
-        rows = [never_read, self.first, self.held, self.per_row(count), self.per_row(fold)]
+        rows = [
+            never_read if self.rounding_seed is None else self.seen,
+            self.first,
+            self.held,
+            self.per_row(count),
+            self.per_row(fold),
+        ]
         return torch.stack(rows).to(torch.int32)
 
     def bar(self, tokens):
@@ -80,7 +88,7 @@ class Mamba1Layer(Layer):
         new = {name: self.hide(t, real) for name, t in zip(names, (x, B, C, dt, z)) if t is not None}
         arguments = {"positions": self.positions(count, fold), **new, "x_buffer": self.x_buffer,
                      "B_buffer": self.B_buffer, "dt_buffer": self.dt_buffer, "A": self.A, "D": self.D,
-                     "checkpoint": self.checkpoint, "dt_bias": self.dt_bias}  # fmt: skip
+                     "checkpoint": self.checkpoint, "dt_bias": self.dt_bias, **self.storage()}  # fmt: skip
         before = {name: tensor.clone() for name, tensor in arguments.items() if torch.is_tensor(tensor)}
         with poisoned_memory():
             y = kernels.mamba1_step(**arguments, out_dtype=out_dtype)

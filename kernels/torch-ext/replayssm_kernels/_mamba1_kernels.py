@@ -13,6 +13,8 @@ thread). x and dt (batch, group, slot, P), B (batch, group, slot, N).
 
 A tile is N columns by BLOCK_P channels of a group, for one row after the other: A stays in registers for all of them.
 The loads of AHEAD tokens are under way before the first is used.
+
+A checkpoint of 8 bits has a float32 scale for each channel, (batch, group, P), which all its columns share.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ import triton.language as tl
 
 from ._arithmetic import silu
 from ._positions import ring_slot, row_positions
+from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "T"])
+@triton.jit(do_not_specialize=["batch", "rows", "T", "seed"])
 def _step_kernel(
     positions_ptr,  # (5, batch)
     x_ptr,  # (batch, T, group, P)
@@ -51,6 +54,8 @@ def _step_kernel(
     b_stride_b, b_stride_t, b_stride_g,
     c_stride_b, c_stride_t, c_stride_g,
     z_stride_b, z_stride_t, z_stride_g, z_stride_p,
+    scale_ptr,  # (batch, group, P), of a checkpoint of 8 bits; else None
+    seed,  # of stochastic rounding; None: to the nearest
     G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -78,7 +83,8 @@ def _step_kernel(
         b = tl.cast(row, tl.int64)
         # The state first: what follows goes on while it is under way.
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
-        S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        S = as_float32(tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT))
+        S = _with_scale(S, scale_ptr, b * G + g, p, P)
         first, held, count, fold = next_first, next_held, tl.minimum(next_count, T), next_fold
         next_row = tl.minimum(row + 1, batch - 1)
         next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
@@ -98,12 +104,12 @@ def _step_kernel(
                                      p < tl.where(count > 0, P, 0), n < tl.where(count > 0, N, 0), HAS_Z,
                                      RAW)  # fmt: skip
         S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
-                    N, P, SLOTS, RAW, AHEAD)  # fmt: skip
+                    scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW, AHEAD)  # fmt: skip
         if ONE:
             if count > 0:
                 _new_token(S, x, dt, B, C, z, held, fold, ring_slot(first, held, SLOTS), state_at, y_row_ptr,
-                           x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok, N, P, HAS_D, HAS_Z,
-                           RAW)  # fmt: skip
+                           x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok, n, p, scale_ptr, seed,
+                           positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
         else:
             for t in range(count):
                 more = t + 1 < count  # (masked loads do not touch memory)
@@ -115,14 +121,16 @@ def _step_kernel(
                 )  # fmt: skip
                 S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
                                y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                               B_ok, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+                               B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
+                               RAW)  # fmt: skip
                 x, dt, B, C, z = next_x, next_dt, next_B, next_C, next_z
 
 
 @triton.jit
 def _new_token(
     S, x, dt, B, C, z, place, fold, slot, state_at, y_at, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-    B_ok, N: tl.constexpr, P: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
+    B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """The state behind a new token, whose output is stored and which is appended at its place in the buffer."""
     S = _advance(S, x, dt, B, A, bias, RAW)
@@ -132,11 +140,35 @@ def _new_token(
     tl.store(dt_held_ptr + slot * P, dt, mask=p_ok)
     tl.store(b_held_ptr + slot * N, B, mask=B_ok)
     if place + 1 == fold:
-        tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+        _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])
+@triton.jit
+def _with_scale(S, scale_ptr, row_group, p, P: tl.constexpr):
+    """What was stored of channels p, with their scales where it has some."""
+    if scale_ptr is not None:
+        S *= tl.load(scale_ptr + row_group * P + p, mask=p < P, other=0.0)[None, :]
+    return S
+
+
+@triton.jit
+def _store_state(
+    S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """The state behind `fold` tokens as the checkpoint stores it."""
+    dtype = state_at.dtype.element_ty
+    if dtype.primitive_bitwidth == 8:
+        scale = scale_of(tl.max(absolute_bits(S), axis=0).to(tl.float32, bitcast=True), dtype)
+        tl.store(scale_ptr + (b * G + g) * P + p, scale, mask=p < P)
+        S *= inverse_scale(scale)[None, :]
+    first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
+    place = (g * N + n)[:, None] * P + p[None, :]
+    tl.store(state_at, rounded(S, dtype, place, first_key, second_key, seed is not None), mask=ok)
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "seed"])
 def _fold_kernel(
     positions_ptr,
     x_buffer_ptr,
@@ -148,6 +180,8 @@ def _fold_kernel(
     out_ptr,  # (batch, group, N, P), or the checkpoint itself
     batch,
     rows,
+    scale_ptr,
+    seed,
     G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -169,13 +203,15 @@ def _fold_kernel(
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
         if (fold > 0) | (not INPLACE):
             at = (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
-            S = tl.load(checkpoint_ptr + at, mask=ok, other=0.0).to(tl.float32)
+            S = as_float32(tl.load(checkpoint_ptr + at, mask=ok, other=0.0))
+            S = _with_scale(S, scale_ptr, b * G + g, p, P)
             S = _replay(
                 S, checkpoint_ptr + at, x_buffer_ptr + (b * G + g) * (SLOTS * P) + p,
                 dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p, b_buffer_ptr + (b * G + g) * (SLOTS * N) + n,
-                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, N, P, SLOTS, RAW, AHEAD,
+                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, None, None, positions_ptr, b, batch, g,
+                G, N, P, SLOTS, RAW, AHEAD,
             )  # fmt: skip
-            tl.store(out_ptr + at, S.to(out_ptr.dtype.element_ty), mask=ok)
+            _store_state(S, out_ptr + at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
 
 
 @triton.jit(do_not_specialize=["batch", "T"])
@@ -357,6 +393,13 @@ def _replay(
     ok,
     n,
     p,
+    scale_ptr,  # these as for `_store_state`
+    seed,
+    positions_ptr,
+    b,
+    batch,
+    g,
+    G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -379,5 +422,5 @@ def _replay(
                 x, dt, B = tokens[u]
                 S = _advance(S, x, dt, B, A, bias, RAW)
                 if j0 + u + 1 == fold:
-                    tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+                    _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S

@@ -212,6 +212,7 @@ def _skip_and_gate(y: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None, z: 
 # The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
 # as they lie in memory, append to the buffers and flush in the same call, and read where the rows stand on the device:
 # `positions` (5, b) are `Segment.kernel_positions`. The convolution is a call before, `replayssm_kernels.causal_conv`.
+# `storage` is how the checkpoint is stored: `scale`, and `seed` of stochastic rounding.
 
 
 def step_triton(
@@ -227,6 +228,7 @@ def step_triton(
     *,
     dt_bias: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """
     Append, output and flush in one call. x, dt and z (b, t, g, p), B and C (b, t, g, n); dt and z may have any strides.
@@ -234,7 +236,7 @@ def step_triton(
     """
     from replayssm_kernels import mamba1_step
 
-    return mamba1_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, dt_bias=dt_bias, z=z)
+    return mamba1_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, dt_bias=dt_bias, z=z, **storage)
 
 
 def fold_triton(
@@ -244,11 +246,12 @@ def fold_triton(
     checkpoint: torch.Tensor,
     *,
     dt_bias: torch.Tensor | None = None,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """[`fold`] of as many tokens as `positions` say. Returns (b, g, n, p), float32; the checkpoint stays as it is."""
     from replayssm_kernels import mamba1_fold
 
-    return mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=dt_bias)
+    return mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=dt_bias, **storage)
 
 
 def scan_triton(
