@@ -41,6 +41,8 @@ class DeltaLayer(Layer):
     def owned(self):
         return {name: getattr(self, name) for name in (*self.buffer_names, "checkpoint")}
 
+    scale_dim = -2
+
     def fold_call(self):
         return kernels.gated_delta_fold, self.owned()
 
@@ -69,7 +71,7 @@ class DeltaLayer(Layer):
             q, k = (self.randn(batch, tokens, key_heads, key_dim).to(self.dtype) for _ in range(2))
             v = self.randn(batch, tokens, heads, value_dim).to(self.dtype)
             new |= {"q": self.hide(q, real), "k": self.hide(k, real), "v": self.hide(v, real)}
-        arguments = {"positions": self.positions(count, fold)} | new | self.owned()
+        arguments = {"positions": self.positions(count, fold)} | new | self.owned() | self.storage()
         before = {name: tensor.clone() for name, tensor in arguments.items() if torch.is_tensor(tensor)}
         with poisoned_memory():
             y = (kernels.gated_delta_decode if self.conv else kernels.gated_delta_step)(**arguments, **options)

@@ -25,6 +25,9 @@ what the product with the state is to be multiplied by.
 u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is
 read, and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that
 are counted from the newer one backwards: no cancellation, and never above 0.
+
+A checkpoint of 8 bits has a float32 scale for each column of V, (batch, value head, V): a product with a column takes
+it once, behind the sum over K. A flush finds the greatest number of each of its columns first, and then rounds.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from ._arithmetic import dot_16bit, leading_bits
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
+from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
 
 
 EPS = tl.constexpr(1e-6)
@@ -361,7 +365,7 @@ def _products(kq, wide_past, past, BLOCK_T: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _step_kernel(
     positions_ptr,
     q_ptr,  # CONV: raw inputs; these as for _append_kernel, with FUSED
@@ -385,6 +389,8 @@ def _step_kernel(
     v_stride_b, v_stride_h,
     g_stride_b, g_stride_h,
     beta_stride_b, beta_stride_h,
+    scale_ptr,  # (batch, value head, V), of a checkpoint of 8 bits; else None
+    seed,  # of stochastic rounding; None: to the nearest
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -419,6 +425,7 @@ def _step_kernel(
     if not STREAM:
         at = head_state_ptr + c[:, None] * V + v[None, :]
         state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
+    scale = _load_scale(scale_ptr, b * HV + h, v, V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     if WAITS:
         wait_for_previous()
@@ -513,12 +520,15 @@ def _step_kernel(
                 n = piece * ROWS + row
                 at = head_state_ptr + n[:, None] * V + v[None, :]
                 ok = (n < K)[:, None] & v_ok[None, :]
-                part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+                part = as_float32(tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT))
                 new_n_ok = n < tl.where(is_new, K, 0)
                 k = tl.load(row_kq_ptr + n, mask=new_n_ok, other=0.0).to(tl.float32) * k_scale
                 q = tl.load(row_kq_ptr + K + n, mask=new_n_ok, other=0.0).to(tl.float32) * q_scale
                 k_rows += part * k[:, None]
                 q_rows += part * q[:, None]
+            if scale_ptr is not None:
+                k_rows *= scale[None, :]
+                q_rows *= scale[None, :]
         else:
             k = tl.load(row_kq_ptr + c, mask=new_c_ok, other=0.0).to(tl.float32) * k_scale
             q = tl.load(row_kq_ptr + K + c, mask=new_c_ok, other=0.0).to(tl.float32) * q_scale
@@ -536,16 +546,26 @@ def _step_kernel(
         for_k += tl.sum(k_rows, axis=0)
         for_q += tl.sum(q_rows, axis=0)
     if not STREAM:
-        state = state.to(tl.float32)
-        for_k += tl.sum(state * k[:, None], axis=0)
-        for_q += tl.sum(state * q[:, None], axis=0)
+        state = as_float32(state)
+        for_k += tl.sum(state * k[:, None], axis=0) * scale
+        for_q += tl.sum(state * q[:, None], axis=0) * scale
     u = beta * (new_v - for_k)
     tl.store(u_row_ptr + new_slot * V, u, mask=new_v_ok)
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
-              K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+        _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
+              b * HV + h, h, seed, positions_ptr, b, batch, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+              ROWS)  # fmt: skip
+
+
+@triton.jit
+def _load_scale(scale_ptr, row_head, v, V: tl.constexpr):
+    """(BLOCK_V,): of columns v of a head's state; 1.0 where there are none."""
+    if scale_ptr is None:
+        return tl.full(v.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scale_ptr + row_head * V + v, mask=v < V, other=0.0)
 
 
 @triton.jit
@@ -566,6 +586,14 @@ def _fold(
     count,
     first,
     v,
+    scale,  # (BLOCK_V,), of a checkpoint of 8 bits
+    scale_ptr,
+    row_head,
+    h,
+    seed,
+    positions_ptr,
+    b,
+    batch,
     K: tl.constexpr,
     V: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -577,41 +605,72 @@ def _fold(
 ):
     """
     Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time; the next are
-    under way into shared memory, so that no registers hold them.
+    under way into shared memory, so that no registers hold them. In 8 bits the rows are folded twice: what is greatest
+    in a column is known behind the last of them only.
     """
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
+    dtype = out_ptr.dtype.element_ty
     j = tl.arange(0, BLOCK_J)
     v_ok = v < V
     # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
     no_time = tl.zeros((), tl.float32)
     u, weight, elapsed = _weighted_u(j, count if SLOTS <= BLOCK_J else 0, first, no_time, v_ok, k_row_ptr, u_row_ptr,
                                      g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+    inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
+    if dtype.primitive_bitwidth == 8:
+        greatest = tl.zeros((BLOCK_V,), tl.int32)
+        for piece in tl.range(0, PIECES, num_stages=3):
+            c = piece * ROWS + tl.arange(0, ROWS)
+            state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=(c < K)[:, None] & v_ok[None, :],
+                            other=0.0)  # fmt: skip
+            folded = _folded_rows(state, c, scale, j, u, weight, elapsed, k_row_ptr, u_row_ptr, g_row_ptr, count,
+                                  first, v_ok, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+            greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
+        new_scale = scale_of(greatest.to(tl.float32, bitcast=True), dtype)
+        tl.store(scale_ptr + row_head * V + v, new_scale, mask=v_ok)
+        inverse = inverse_scale(new_scale)
+    first_key, second_key = random_keys(seed, positions_ptr, b, batch, count)
     for piece in tl.range(0, PIECES, num_stages=3):
         c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-        inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
-        time = tl.zeros((ROWS,), tl.float32)
-        if SLOTS <= BLOCK_J:
-            inputs, time = _add_inputs(inputs, time, j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
+        folded = _folded_rows(state, c, scale, j, u, weight, elapsed, k_row_ptr, u_row_ptr, g_row_ptr, count, first,
+                              v_ok, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+        if dtype.primitive_bitwidth == 8:
+            folded *= inverse[None, :]
+        place = (h * K + c)[:, None] * V + v[None, :]
+        folded = rounded(folded, dtype, place, first_key, second_key, seed is not None)
+        tl.store(out_ptr + c[:, None] * V + v[None, :], folded, mask=ok)
+
+
+@triton.jit
+def _folded_rows(
+    state, c, scale, j, u, weight, elapsed, k_row_ptr, u_row_ptr, g_row_ptr, count, first, v_ok,
+    K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Rows c of the state after `count` places, float32. u, `weight` and `elapsed` serve where BLOCK_J spans SLOTS."""
+    inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    time = tl.zeros((ROWS,), tl.float32)
+    if SLOTS <= BLOCK_J:
+        inputs, time = _add_inputs(inputs, time, j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
+                                   PER_CHANNEL)  # fmt: skip
+        passed = elapsed
+    else:
+        passed = tl.zeros((), tl.float32)
+        blocks = (count + BLOCK_J - 1) // BLOCK_J
+        for block in range(blocks):
+            place = (blocks - 1 - block) * BLOCK_J + j
+            u, weight, passed = _weighted_u(place, count, first, passed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V,
+                                            SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+            inputs, time = _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
                                        PER_CHANNEL)  # fmt: skip
-            passed = elapsed
-        else:
-            passed = no_time
-            blocks = (count + BLOCK_J - 1) // BLOCK_J
-            for block in range(blocks):
-                place = (blocks - 1 - block) * BLOCK_J + j
-                u, weight, passed = _weighted_u(place, count, first, passed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K,
-                                                V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
-                inputs, time = _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K,
-                                           SLOTS, PER_CHANNEL)  # fmt: skip
-        if PER_CHANNEL:
-            decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
-            folded = decay[:, None] * state.to(tl.float32) + inputs
-        else:
-            decay = _decay(passed + tl.load(g_row_ptr + first, mask=count > 0, other=0.0))
-            folded = decay * state.to(tl.float32) + inputs
-        tl.store(out_ptr + c[:, None] * V + v[None, :], folded.to(out_ptr.dtype.element_ty), mask=ok)
+    if PER_CHANNEL:
+        decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
+        return decay[:, None] * (as_float32(state) * scale[None, :]) + inputs
+    else:
+        decay = _decay(passed + tl.load(g_row_ptr + first, mask=count > 0, other=0.0))
+        return decay * (as_float32(state) * scale[None, :]) + inputs
 
 
 @triton.jit
@@ -647,7 +706,7 @@ def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_ro
     return inputs, time
 
 
-@triton.jit(do_not_specialize=["batch", "T", "t0"])
+@triton.jit(do_not_specialize=["batch", "T", "t0", "seed"])
 def _window_kernel(
     positions_ptr,
     v_ptr,  # (batch, T, value head, V)
@@ -664,6 +723,8 @@ def _window_kernel(
     beta_stride_b, beta_stride_t, beta_stride_h,
     T,
     t0,  # the first new token of this launch
+    scale_ptr,
+    seed,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -689,6 +750,7 @@ def _window_kernel(
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
+    scale = _load_scale(scale_ptr, b * HV + h, v, V)
     if WAITS:
         wait_for_previous()
     row = tl.arange(0, 2 * BLOCK_T)  # in turns k and q of the tokens
@@ -710,6 +772,8 @@ def _window_kernel(
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
         kq = tl.load(row_kq_ptr + c[None, :], mask=row_ok[:, None] & (c < K)[None, :], other=0.0)
+        if state.dtype.primitive_bitwidth == 8:  # exact in bfloat16
+            state = as_float32(state).to(tl.bfloat16)
         from_state = _dot(kq, state, from_state)
     if SLOTS <= BLOCK_J:
         from_buffer = _dot(scores, old_u, from_buffer)
@@ -721,7 +785,7 @@ def _window_kernel(
             scores = tl.load(row_scores_ptr + place[None, :], mask=scores_ok, other=0.0)
             from_buffer = _dot(scores, old_u, from_buffer)
     decay = tl.load(scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0 + row) * WIDTH + SLOTS, mask=row_ok, other=0.0)
-    both = tl.reshape(from_state * decay[:, None] + from_buffer, (BLOCK_T, 2, BLOCK_V))
+    both = tl.reshape(from_state * scale[None, :] * decay[:, None] + from_buffer, (BLOCK_T, 2, BLOCK_V))
     for_k, y = tl.split(tl.permute(both, (0, 2, 1)))  # (T, BLOCK_V)
 
     # u_t = beta_t (v_t - ... - sum_{i<t} (scores of k_t)_i u_i), from the first of the new tokens to the last.
@@ -752,11 +816,12 @@ def _window_kernel(
     if FLUSH:
         if fold > 0:
             tl.debug_barrier()  # tokens of this window may be folded, too
-            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
-                  K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
+                  b * HV + h, h, seed, positions_ptr, b, batch, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                  ROWS)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _fold_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -765,6 +830,8 @@ def _fold_kernel(
     g_buffer_ptr,
     out_ptr,  # (batch, value head, K, V), or the checkpoint itself
     batch,
+    scale_ptr,
+    seed,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -786,5 +853,6 @@ def _fold_kernel(
             checkpoint_ptr + head, out_ptr + head, k_buffer_ptr + (b * HK + m) * (SLOTS * K),
             u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v,
             g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1)), fold, tl.load(positions_ptr + batch + b),
-            v, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
+            v, _load_scale(scale_ptr, b * HV + h, v, V), scale_ptr, b * HV + h, h, seed, positions_ptr, b, batch, K, V,
+            SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
         )  # fmt: skip

@@ -29,6 +29,7 @@ class GatedDelta(Recurrence):
     decay_per_channel: bool = False
 
     name = "gated_delta"
+    kernels_round = True
     scale_dim = -2  # the keys' channels of a value channel (of KDA a tenth less error than the other way around)
 
     def default_buffer_len(self, checkpoint_dtype: torch.dtype) -> int:
@@ -86,7 +87,7 @@ class GatedDelta(Recurrence):
     def fold_triton(
         self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor, **storage: Any
     ) -> torch.Tensor:
-        return gated_delta.fold_triton(positions, inputs, checkpoint)
+        return gated_delta.fold_triton(positions, inputs, checkpoint, **storage)
 
     def step_triton(
         self,
@@ -99,10 +100,11 @@ class GatedDelta(Recurrence):
         v: torch.Tensor,
         g: torch.Tensor,
         beta: torch.Tensor,
+        **storage: Any,
     ) -> torch.Tensor:
         """As [`replay`]. (q, k and v in another dtype than the buffer's k, as under autocast, are cast.)"""
         q, k, v = (tensor.to(inputs[0].dtype) for tensor in (q, k, v))
-        return gated_delta.step_triton(positions, q, k, v, g, beta, inputs, checkpoint)
+        return gated_delta.step_triton(positions, q, k, v, g, beta, inputs, checkpoint, **storage)
 
     def decode_triton(
         self,
