@@ -24,7 +24,11 @@ STORED = {
     "float8, stochastic": {"checkpoint_dtype": "float8_e4m3fn", "rounding": "stochastic"},
     "bfloat16, stochastic": {"checkpoint_dtype": "bfloat16", "rounding": "stochastic"},
 }
-every_way = pytest.mark.parametrize("stored", STORED.values(), ids=STORED.keys())
+COMMON = ("int8", "float8, stochastic")
+every_way = pytest.mark.parametrize(
+    "stored",
+    [pytest.param(way, id=name, marks=() if name in COMMON else pytest.mark.slow) for name, way in STORED.items()],
+)
 
 
 def new_cache(kind: str, model, **config):
@@ -185,7 +189,7 @@ OPERATIONS["restore"] = (restored, [0, 1])
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS.keys())
 @pytest.mark.parametrize("kind", ["plain", "static"])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rows_take_their_scales_along(dtype, kind, operation):
     model, ids = enabled_model("bamba"), random_ids(2, 24)
     operate, rows = operation
@@ -252,7 +256,7 @@ def test_a_static_cache_keeps_its_scales_in_place():
 
 # --------------------------------------------------------------------------------------------------------------- memory
 @pytest.mark.parametrize("kind", ["plain", "static"])
-@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", RECURRENCES)
 def test_nothing_else_holds_the_state(name, dtype, kind):
     """A byte for each of its numbers, four for each scale, and no other tensor of that size in the layer."""

@@ -110,7 +110,11 @@ def test_dtypes(conv, dtype, checkpoint_dtype, kda, device):
 
 @needs
 @RULES
-@pytest.mark.parametrize(("checkpoint_dtype", "seed"), [(INT8, None), (INT8, 11), (FP8, 11)], ids=str)
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "seed"),
+    [(INT8, 11), *(pytest.param(dtype, seed, marks=pytest.mark.slow) for dtype, seed in ((INT8, None), (FP8, 11)))],
+    ids=str,
+)
 def test_8_bits(checkpoint_dtype, seed, kda, device):
     """Steps, windows and flushes from columns with a scale, which is new after every flush."""
     layer = DeltaLayer((2, 2, 1, 40, 24, 5), device, BF16, checkpoint_dtype, kda=kda, first=3, seen=4)

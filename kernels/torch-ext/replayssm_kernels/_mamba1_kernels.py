@@ -208,8 +208,8 @@ def _fold_kernel(
             S = _replay(
                 S, checkpoint_ptr + at, x_buffer_ptr + (b * G + g) * (SLOTS * P) + p,
                 dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p, b_buffer_ptr + (b * G + g) * (SLOTS * N) + n,
-                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, None, None, positions_ptr, b, batch, g,
-                G, N, P, SLOTS, RAW, AHEAD,
+                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, scale_ptr, seed, positions_ptr, b,
+                batch, g, G, N, P, SLOTS, RAW, AHEAD,
             )  # fmt: skip
             _store_state(S, out_ptr + at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
 
