@@ -6,7 +6,7 @@ token, as the classic step with a state in these bits does.
     python scripts/study_precision.py --model Nemotron-H-8B --tokens 4096     # layers of a geometry, random weights
     python scripts/study_precision.py --model Qwen3-Next --tokens 4096        # also Kimi-Linear, Jamba: one layer
     python scripts/study_precision.py --model ID --device cuda --text FILE    # any supported checkpoint
-    python scripts/study_precision.py --show study.json                       # tables of an earlier run
+    python scripts/study_precision.py --show a.json b.json --json both.json   # tables of earlier runs, put together
 
 *States.* The inputs of every recurrent layer (x, dt, B, C; or q, k, v, g, beta) are recorded once, from a forward over
 the text in float32, and each layer is then driven alone, at every precision at once: `Recurrence.replay` and `fold` on
@@ -30,7 +30,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -204,10 +204,17 @@ def head_squares(layer: Layer, states: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def drive(layer: Layer, buffer_len: int, rows: list[tuple[str, str]], seed: int = 0) -> dict[str, Any]:
+def drive(
+    layer: Layer,
+    buffer_len: int,
+    rows: list[tuple[str, str]],
+    seed: int = 0,
+    keep: Callable[[torch.Tensor], None] = lambda checkpoint: None,
+) -> dict[str, Any]:
     """
     The errors of the layer's state with a buffer of `buffer_len` tokens: relative to the mean square of the float64
     state, for each row (dtype, rounding) and head, over all phases; and in the order of the windows, over all heads.
+    `keep` is given the checkpoints, as they are read, behind every flush.
     """
     recurrence, count = layer.recurrence, len(rows)
     shape = (count, *recurrence.state_shape)
@@ -231,6 +238,7 @@ def drive(layer: Layer, buffer_len: int, rows: list[tuple[str, str]], seed: int 
             errors.append(head_squares(layer, now.double() - now64))
         exact = recurrence.fold(truth.inputs(), constants64, exact, buffer_len).clone()
         checkpoint = rounded(state, rows, recurrence.scale_dim, key, end)
+        keep(checkpoint)
         if sampled:  # behind the flush
             squares.append(head_squares(layer, exact)[0])
             errors.append(head_squares(layer, checkpoint.double() - exact))
@@ -559,7 +567,7 @@ def parse() -> argparse.Namespace:
     add("--device", default="cpu")
     add("--json", help="write the results here")
     add("--plot", help="draw the drift here (needs matplotlib)")
-    add("--show", nargs="+", metavar="JSON", help="tables (and --plot) of earlier runs, and measure nothing")
+    add("--show", nargs="+", metavar="JSON", help="measure nothing: tables of earlier runs, put together")
     args = parser.parse_args()
     if any(SAMPLED % length or (args.attention and args.attention % length) for length in args.buffer_len):
         parser.error(f"every --buffer-len must divide {SAMPLED} and --attention")
@@ -575,10 +583,33 @@ def save(result: dict[str, Any], args: argparse.Namespace) -> None:
         Path(args.json).write_text(json.dumps(result) + "\n")
 
 
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one: those of the same model and tokens are put together."""
+    whole: dict[str, Any] = {"about": results[0].get("about"), "studies": []}
+    for study in (study for result in results for study in result["studies"]):
+        mine = next((other for other in whole["studies"] if other["model"] == study["model"]), None)
+        if mine is None:
+            whole["studies"].append(study)
+            continue
+        for part in ("states", "logits"):
+            if part not in study:
+                continue
+            if part not in mine:
+                mine[part] = study[part]
+                continue
+            if mine[part]["tokens"] != study[part]["tokens"]:
+                raise SystemExit(f"the runs of {study['model']} are over different numbers of tokens")
+            key = lambda run: (run["checkpoint"], run["rounding"], run["buffer_len"])  # noqa: E731
+            there = {key(run) for run in mine[part]["runs"]}
+            mine[part]["runs"] += [run for run in study[part]["runs"] if key(run) not in there]
+    return whole
+
+
 def main() -> None:
     args = parse()
     if args.show:
-        result = {"studies": [s for path in args.show for s in json.loads(Path(path).read_text())["studies"]]}
+        result = merged([json.loads(Path(path).read_text()) for path in args.show])
+        save(result, args)
     else:
         result = {
             "about": {
