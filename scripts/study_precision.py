@@ -4,7 +4,7 @@ token, as the classic step with a state in these bits does.
 
     python scripts/study_precision.py --json study.json --plot study.svg      # the bundled model, layers and logits
     python scripts/study_precision.py --model Nemotron-H-8B --tokens 4096     # layers of a geometry, random weights
-    python scripts/study_precision.py --model Qwen3-Next --tokens 4096        # also Kimi-Linear, Jamba: one layer
+    python scripts/study_precision.py --model Qwen3-Next --tokens 4096        # Kimi-Linear, Jamba, slow: one layer
     python scripts/study_precision.py --model ID --device cuda --text FILE    # any supported checkpoint
     python scripts/study_precision.py --show a.json b.json --json both.json   # tables of earlier runs, put together
 
@@ -44,7 +44,7 @@ from transformers.cache_utils import DynamicLayer
 import hf_replayssm
 from hf_replayssm import bundled
 from hf_replayssm.ops import quantize
-from hf_replayssm.recurrences import GatedDelta, Mamba1, Recurrence
+from hf_replayssm.recurrences import GatedDelta, Mamba1, Mamba2, Recurrence
 
 
 DTYPES = {
@@ -166,6 +166,13 @@ def synthetic(name: str, tokens: int, seed: int = 0) -> Layer:
         B, C = randn(1, tokens, 1, state), randn(1, tokens, 1, state)
         raw, D = 0.5 * randn(1, tokens, 1, channels), torch.ones(1, channels)
         return Layer(name, recurrence, (A, bias), (x, B, C, raw, D, z), (True,) * 4 + (False, True))
+    if name == "slow":  # Mamba-2 with a longer memory than the bundled model has: 30 to 30,000 tokens
+        heads, head_dim, state = 8, 32, 64
+        recurrence = Mamba2(heads, head_dim, state, groups=1, conv_kernel=4)
+        A = -torch.logspace(math.log10(1 / 30), math.log10(1 / 30000), heads) / 0.03
+        dt = 0.03 * torch.exp(0.5 * randn(1, tokens, heads) - 0.125)
+        x, B, C = F.silu(randn(1, tokens, heads, head_dim)), *F.silu(randn(2, 1, tokens, 1, state))
+        return Layer(name, recurrence, (A,), (x, B, C, dt, torch.ones(heads)), (True,) * 4 + (False,))
     per_channel = name == "Kimi-Linear"
     heads, key_heads = (4, 4) if per_channel else (4, 2)  # of 32; 128 x 128 each
     recurrence = GatedDelta(key_heads, heads, 128, 128, conv_kernel=4, decay_per_channel=per_channel)
@@ -180,7 +187,7 @@ def synthetic(name: str, tokens: int, seed: int = 0) -> Layer:
     return Layer(name, recurrence, (), (q, k, v, g, beta), (True,) * 5)
 
 
-SYNTHETIC = ("Qwen3-Next", "Kimi-Linear", "Jamba")
+SYNTHETIC = ("Qwen3-Next", "Kimi-Linear", "Jamba", "slow")
 
 
 # ------------------------------------------------------------------------------------------------------------- states
@@ -210,6 +217,7 @@ def drive(
     rows: list[tuple[str, str]],
     seed: int = 0,
     keep: Callable[[torch.Tensor], None] = lambda checkpoint: None,
+    scale_dim: int | None = None,
 ) -> dict[str, Any]:
     """
     The errors of the layer's state with a buffer of `buffer_len` tokens: relative to the mean square of the float64
@@ -237,7 +245,7 @@ def drive(
             squares.append(head_squares(layer, now64)[0])
             errors.append(head_squares(layer, now.double() - now64))
         exact = recurrence.fold(truth.inputs(), constants64, exact, buffer_len).clone()
-        checkpoint = rounded(state, rows, recurrence.scale_dim, key, end)
+        checkpoint = rounded(state, rows, recurrence.scale_dim if scale_dim is None else scale_dim, key, end)
         keep(checkpoint)
         if sampled:  # behind the flush
             squares.append(head_squares(layer, exact)[0])
@@ -274,7 +282,7 @@ def study_states(layers: list[Layer], args: argparse.Namespace) -> dict[str, Any
     }
     for buffer_len in args.buffer_len:
         began = time.perf_counter()
-        driven = [drive(layer, buffer_len, rows, args.seed) for layer in layers]
+        driven = [drive(layer, buffer_len, rows, args.seed, scale_dim=args.scale_dim) for layer in layers]
         relative = torch.cat([one["relative"] for one in driven], 1)
         windows = torch.stack([one["windows"] for one in driven]).mean(0)
         for number, (dtype, rounding) in enumerate(rows):
@@ -546,7 +554,12 @@ def tokens_of(tokenizer: Any, model: Any, args: argparse.Namespace) -> torch.Ten
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
-    add("--model", nargs="+", default=["bundled"], help="bundled, a geometry, Qwen3-Next, Kimi-Linear, Jamba, or an id")
+    add(
+        "--model",
+        nargs="+",
+        default=["bundled"],
+        help="bundled, a geometry, Qwen3-Next, Kimi-Linear, Jamba, slow, or an id",
+    )
     add("--whole", action="store_true", help="a geometry's whole model, not two layers of 16 heads")
     add("--text", help="UTF-8 text; the held-out text of the bundled model by default")
     add("--tokens", type=int, default=16384, help="carried tokens, of each stream")
@@ -562,6 +575,7 @@ def parse() -> argparse.Namespace:
         default=512,
         help="block of tokens beyond the last of which attention forgets; 0: never",
     )
+    add("--scale-dim", type=int, choices=[-1, -2], help="of a state: what shares a scale, other than in the cache")
     add("--seed", type=int, default=0, help="of stochastic rounding")
     add("--dtype", default="float32", help="of the weights")
     add("--device", default="cpu")

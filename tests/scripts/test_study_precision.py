@@ -29,7 +29,9 @@ def few_tokens(monkeypatch):
 
 
 def arguments(**changed):
-    defaults = dict(checkpoint=["fp32", "int8"], rounding=["nearest"], buffer_len=[1, 16], seed=0, attention=32)
+    defaults = dict(
+        checkpoint=["fp32", "int8"], rounding=["nearest"], buffer_len=[1, 16], seed=0, attention=32, scale_dim=None
+    )
     return argparse.Namespace(**defaults | changed)
 
 
