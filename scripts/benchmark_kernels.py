@@ -41,7 +41,7 @@ import time
 import types
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -92,7 +92,9 @@ GEOMETRIES = {
     )
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIZE = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes
+SCALED = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}  # of a checkpoint: dtype, greatest number
+CHECKPOINTS = (*DTYPES, *SCALED)
+SIZE = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1, "fp8": 1}  # bytes
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Case:
 
     geometry: Geometry
     batch: int
-    checkpoint: str  # dtype of the checkpoint, and of the classic step's state
+    checkpoint: str  # dtype of the checkpoint, and of the classic step's state (of 8 bits: the classic has float32)
     activation: str  # dtype of x, B, C, raw dt and y
 
     def row(self) -> dict[str, Any]:
@@ -111,6 +113,11 @@ class Case:
             "checkpoint": self.checkpoint,
             "activation": self.activation,
         }
+
+    @property
+    def classic(self) -> Case:
+        """What the classic step is timed with: mamba_ssm's has no state of 8 bits."""
+        return replace(self, checkpoint="fp32") if self.checkpoint in SCALED else self
 
     def __str__(self) -> str:
         return f"{self.geometry.name} batch {self.batch} {self.checkpoint}"
@@ -164,8 +171,10 @@ def window_sizes(window: int, slots: int) -> tuple[int, int]:
 
 
 def state_bytes(case: Case) -> int:
+    """The checkpoint, in 8 bits with a float32 scale for each row of a head's state."""
     geometry = case.geometry
-    return case.batch * geometry.inner * geometry.state * SIZE[case.checkpoint]
+    scale = 4 if case.checkpoint in SCALED else 0
+    return case.batch * geometry.inner * (geometry.state * SIZE[case.checkpoint] + scale)
 
 
 def slot_bytes(case: Case) -> int:
@@ -187,7 +196,7 @@ def parameter_bytes(case: Case) -> int:
 
 def classic_bytes(case: Case) -> int:
     """The classic step: the state is read and written."""
-    return 2 * state_bytes(case) + token_bytes(case) + parameter_bytes(case)
+    return 2 * state_bytes(case.classic) + token_bytes(case) + parameter_bytes(case)
 
 
 def step_bytes(case: Case, step: Step) -> int:
@@ -375,10 +384,17 @@ class Bench:
             dt=self.random(case.batch, tokens, case.geometry.heads, dtype=dtype),
         )
 
-    def state(self, case: Case) -> torch.Tensor:
+    def state(self, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A checkpoint, and its scales (b, h, p, 1)."""
         geometry = case.geometry
         size = (case.batch, geometry.heads, geometry.head_dim, geometry.state)
-        return self.random(*size, dtype=DTYPES[case.checkpoint])
+        if case.checkpoint not in SCALED:
+            return self.random(*size, dtype=DTYPES[case.checkpoint]), None
+        dtype, greatest = SCALED[case.checkpoint]
+        values = self.random(*size, dtype=torch.float32)
+        scale = values.abs().amax(-1, keepdim=True).clamp_(min=1e-3) / greatest
+        values = values.div_(scale)
+        return (values.round_() if dtype == torch.int8 else values).to(dtype), scale
 
     def buffers(self, case: Case, slots: int, fill: float | None = None) -> types.SimpleNamespace:
         """x, B and dt of `slots` tokens: random, or `fill` (NaN: the slots that nobody wrote yet)."""
@@ -402,8 +418,10 @@ class Bench:
     def make_set(self, case: Case, slots: int, window: int = 1) -> types.SimpleNamespace:
         """Everything that one launch touches, with its own checkpoint, buffers and inputs."""
         inputs = self.inputs(case, window)
+        state, scale = self.state(case)
         return types.SimpleNamespace(
-            state=self.state(case),
+            state=state,
+            scale=scale,
             buffers=self.buffers(case, slots),
             ring=self.ring(case, window),
             xBC=inputs.xBC,
@@ -413,7 +431,8 @@ class Bench:
     def make_sets(self, case: Case, slots: int, window: int = 1) -> list[types.SimpleNamespace]:
         number = self.number_of_sets(state_bytes(case))
         rest = (slots + window) * slot_bytes(case) + (window + 2) * conv_bytes(case, window)
-        self.require_memory(number * (state_bytes(case) + rest))
+        in_between = 8 * case.batch * case.geometry.inner * case.geometry.state if case.checkpoint in SCALED else 0
+        self.require_memory(number * (state_bytes(case) + rest) + in_between)
         return [self.make_set(case, slots, window) for _ in range(number)]
 
     def positions(self, case: Case, schedule: list[Step]) -> dict[Step, torch.Tensor]:
@@ -482,7 +501,7 @@ class Bench:
             buffers = one.buffers
             return self.kernels.mamba2_step(
                 positions[step], x, B, C, one.dt, buffers.x, buffers.B, buffers.dt, p.A, p.D, one.state,
-                dt_bias=p.dt_bias, fused=fused,
+                dt_bias=p.dt_bias, fused=fused, **storage(one),
             )  # fmt: skip
 
         return launch
@@ -496,7 +515,7 @@ class Bench:
             return self.kernels.mamba2_decode(
                 positions[step], one.xBC, one.dt, one.ring, p.conv_weight, p.conv_bias,
                 buffers.x, buffers.B, buffers.dt, p.A, p.D, one.state,
-                activation="silu", dt_bias=p.dt_bias, fused=fused,
+                activation="silu", dt_bias=p.dt_bias, fused=fused, **storage(one),
             )  # fmt: skip
 
         return launch
@@ -513,7 +532,14 @@ class Bench:
         def launch(one, step):
             buffers = one.buffers
             return self.kernels.mamba2_fold(
-                positions[step], buffers.x, buffers.B, buffers.dt, parameters.A, one.state, inplace=True
+                positions[step],
+                buffers.x,
+                buffers.B,
+                buffers.dt,
+                parameters.A,
+                one.state,
+                inplace=True,
+                **storage(one),
             )
 
         return launch
@@ -569,9 +595,8 @@ def tolerance(case: Case) -> float:
     Relative error that rounding explains: of the inputs buffered and of y in the activation dtype, and of the state in
     the checkpoint's dtype (by the classic step at every token).
     """
-    return {"fp32": 1e-4, "fp16": 2e-3, "bf16": 8e-3}[case.activation] + {"fp32": 0.0, "fp16": 4e-3, "bf16": 3e-2}[
-        case.checkpoint
-    ]
+    checkpoint = {"fp32": 0.0, "fp16": 4e-3, "bf16": 3e-2, "int8": 1e-1, "fp8": 3e-1}[case.checkpoint]
+    return {"fp32": 1e-4, "fp16": 2e-3, "bf16": 8e-3}[case.activation] + checkpoint
 
 
 def relative_error(values: torch.Tensor, expected: torch.Tensor, dims: tuple[int, ...]) -> float:
@@ -580,6 +605,18 @@ def relative_error(values: torch.Tensor, expected: torch.Tensor, dims: tuple[int
     scale = expected.square().mean(dims).sqrt()
     worst = float((error / torch.maximum(scale, 0.1 * scale.mean())).max())
     return worst if math.isfinite(worst) else math.inf
+
+
+def storage(one: types.SimpleNamespace) -> dict[str, torch.Tensor]:
+    """What kernels are told of how a set's checkpoint is stored."""
+    return {} if one.scale is None else {"scale": one.scale}
+
+
+def stored(state: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """What some rows of a checkpoint hold, float64."""
+    bytes_ = state.view(torch.int8) if state.element_size() == 1 else state  # (torch does not index float8)
+    values = bytes_[rows].view(state.dtype).float().double()
+    return values if scale is None else values * scale[rows].double()
 
 
 def rows_to_check(batch: int, device: str) -> torch.Tensor:
@@ -623,18 +660,20 @@ class Check:
         """`folded`: how many tokens end up in the checkpoint, where the schedule does not say it."""
         self.bench, self.case, self.schedule = bench, case, schedule
         self.inputs = bench.inputs(case, schedule[-1].seen + schedule[-1].count)
-        self.state = bench.state(case)
+        self.state, self.scale = bench.state(case)
         self.rows = rows_to_check(case.batch, bench.device)
         if not bench.compile_only:
             xBC, dt = self.inputs.xBC[self.rows], self.inputs.dt[self.rows]
             self.xBC = reference_conv(case, parameters, xBC) if convolved else xBC.double()
             folded = sum(step.fold for step in schedule) if folded is None else folded
-            self.y, self.after = reference(case, parameters, self.state[self.rows], self.xBC, dt, folded)
+            state = stored(self.state, self.scale, self.rows)
+            self.y, self.after = reference(case, parameters, state, self.xBC, dt, folded)
 
     def run(self, launch: Callable, slots: int, window: int = 1) -> tuple[torch.Tensor, types.SimpleNamespace]:
         """Outputs (b, tokens, ...) and the set as the launches left it. Unwritten slots and history are NaN."""
         one = types.SimpleNamespace(
             state=self.state.clone(),
+            scale=None if self.scale is None else self.scale.clone(),
             buffers=self.bench.buffers(self.case, slots, math.nan),
             ring=self.bench.ring(self.case, window, math.nan),
         )
@@ -652,7 +691,7 @@ class Check:
             return 0.0
         error = relative_error(y[self.rows], self.y, (1, 3))
         if not classic:
-            error = max(error, relative_error(one.state[self.rows], self.after, (2, 3)))
+            error = max(error, relative_error(stored(one.state, one.scale, self.rows), self.after, (2, 3)))
         return error
 
 
@@ -695,7 +734,9 @@ def measure_step(bench: Bench, case: Case, *, buffer_len: int, full: bool) -> di
     errors = {"replay": check.error(launches["replay"], buffer_len)}
     if bench.classic is not None:
         launches["classic"] = bench.classic_step(case, p)
-        errors["classic"] = check.error(launches["classic"], 1, classic=True)
+        classic = check if case.classic == case else Check(bench, case.classic, p, two_cycles)
+        errors["classic"] = classic.error(launches["classic"], 1, classic=True)
+        del classic
     check.schedule = ones
     launches["buffer_len_1"] = bench.step(case, p, positions)
     errors["buffer_len_1"] = check.error(launches["buffer_len_1"], 1)
@@ -719,8 +760,10 @@ def measure_step(bench: Bench, case: Case, *, buffer_len: int, full: bool) -> di
         row["replay"] = figures(bench, case, launches["replay"], sets, cycle)
     if "classic" in right:
         count = classic_bytes(case)
-        us = bench.time(launches["classic"], sets, cycle[:1], bench.expected_us(count))
+        classic_sets = sets if case.classic == case else bench.make_sets(case.classic, 1)
+        us = bench.time(launches["classic"], classic_sets, cycle[:1], bench.expected_us(count))
         row["classic"] = figure(us, count, bench.bandwidth)
+        del classic_sets
     row["variants"] = {}
     for name in variants:
         if name in right:
@@ -751,7 +794,7 @@ def check_fold(bench: Bench, case: Case, p, fold: Callable, buffer_len: int) -> 
     check = Check(bench, case, p, schedule, folded=buffer_len)
     _, one = check.run(bench.step(case, p, bench.positions(case, schedule)), buffer_len)
     fold(one, fold_step(buffer_len))
-    return 0.0 if bench.compile_only else relative_error(one.state[check.rows], check.after, (2, 3))
+    return 0.0 if bench.compile_only else relative_error(stored(one.state, one.scale, check.rows), check.after, (2, 3))
 
 
 def measure_conv(bench: Bench, case: Case, *, buffer_len: int) -> dict[str, Any]:
@@ -815,6 +858,9 @@ def measure_window(bench: Bench, case: Case, *, window: int, slots: int) -> dict
 RATIO_TARGETS = {
     "fp32": {1: 0.95, 8: 1.85, 32: 2.0, 128: 2.1, 512: 2.15},
     "bf16": {1: 0.95, 8: 2.4, 32: 3.2, 128: 3.5, 512: 3.6},
+    # Against the classic step in float32.
+    "int8": {128: 5.0, 512: 5.0},
+    "fp8": {128: 5.0, 512: 5.0},
 }
 TARGET_GEOMETRY = "Nemotron-H-8B"  # the ratios above; its numbers hold for buffer_len 16
 OWN_TARGETS = {"fp32": 1.65, "bf16": 1.6}  # against our own buffer_len=1 step, batch 128 and over
@@ -971,6 +1017,34 @@ def trouble(row: dict) -> str | None:
     return None
 
 
+def memory_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """
+    The section `memory`: bytes that a sequence takes in `--layers` recurrent layers (state with its scales, buffer,
+    ring of the convolution), and how many sequences fit into `--memory` GB beside nothing else. First the classic
+    state in float32.
+    """
+    rows = []
+    for name in args.geometry:
+        for checkpoint in ("classic", *args.checkpoint):
+            dtype = "fp32" if checkpoint == "classic" else checkpoint
+            case = Case(GEOMETRIES[name], 1, dtype, args.activation)
+            slots = 0 if checkpoint == "classic" else args.buffer_len
+            ring = case.geometry.conv_kernel * case.geometry.conv_dim * SIZE[args.activation]
+            row = {
+                "geometry": name,
+                "checkpoint": checkpoint,
+                "state_bytes": args.layers * state_bytes(case),
+                "buffer_bytes": args.layers * slots * slot_bytes(case),
+                "ring_bytes": args.layers * ring,
+                "layers": args.layers,
+                "memory_gb": args.memory,
+            }
+            row["bytes"] = row["state_bytes"] + row["buffer_bytes"] + row["ring_bytes"]
+            row["sequences"] = int(args.memory * 1e9 // row["bytes"])
+            rows.append(row)
+    return rows
+
+
 def layer_rows(steps: list[dict], layers: int) -> list[dict[str, Any]]:
     """The section `layers`: worst and mean step of a model whose layers flush together, or spread over the cycle."""
     rows = []
@@ -1103,6 +1177,14 @@ def report(result: dict) -> str:
             rows,
         )
     )
+    rows = []
+    for row in result.get("memory", ()):
+        sizes = [row[part] / 2**20 for part in ("state_bytes", "buffer_bytes", "ring_bytes", "bytes")]
+        rows.append([row["geometry"], row["checkpoint"], *(cell(size, 2) for size in sizes), str(row["sequences"])])
+    if rows:
+        layers, memory = result["memory"][0]["layers"], result["memory"][0]["memory_gb"]
+        title = f"MiB of a sequence in {layers} recurrent layers, and the sequences that {memory:g} GB hold"
+        lines.append(table(title, ["geometry", "state", "checkpoint", "buffer", "conv", "all", "sequences"], rows))
     for section in ("steps", "convs", "windows"):
         for row in result[section]:
             reason = trouble(row)
@@ -1290,7 +1372,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--geometry", nargs="+", choices=[*GEOMETRIES], default=[*GEOMETRIES])
     add("--full", nargs="*", choices=[*GEOMETRIES], default=[TARGET_GEOMETRY], help="geometries with every section")
     add("--batch", type=int, nargs="+", default=[1, 8, 32, 128, 512])
-    add("--checkpoint", nargs="+", choices=[*DTYPES], default=["fp32", "bf16"])
+    add("--checkpoint", nargs="+", choices=CHECKPOINTS, default=["fp32", "bf16"])
     add("--activation", choices=[*DTYPES], default="bf16")
     add("--buffer-len", type=int, default=16)
     add(
@@ -1301,6 +1383,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add("--window-batch", type=int, nargs="+", default=[32, 128, 512])
     add("--layers", type=int, default=24, help="recurrent layers of the model in the section on staggered flushes")
+    add("--memory", type=float, default=100.0, help="GB for the caches, in the section on memory")
     add("--budget-ms", type=float, default=60.0, help="GPU time per figure, in ms")
     add("--mamba-ssm", help="a wheel of mamba_ssm, or a folder that holds it or its wheel; default: the installed one")
     add("--precompile", type=int, help="compiling processes; default 8 where there are 8 cores or more, otherwise none")
@@ -1365,6 +1448,7 @@ def main() -> None:
         "convs": [],
         "windows": [],
         "layers": [],
+        "memory": memory_rows(args),
         "targets": [],
     }
     run_jobs(bench, jobs, result, args, began)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 
-LINE_STYLES = {"fp32": "-", "bf16": "--", "fp16": ":"}
+LINE_STYLES = {"fp32": "-", "bf16": "--", "fp16": ":", "int8": "-.", "fp8": (0, (1, 3))}
 PANELS = (
     ("ratio", "classic step / replay, cycle average", 1.0),
     ("fraction", "byte bound / replay, cycle average", 1.0),

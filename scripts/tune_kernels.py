@@ -30,6 +30,16 @@ STEP = [
     (64, 4, 64, "keep", (0, 96)),
     (64, 4, 32, "keep", (0,)),
 ]
+# In 8 bits a row of 128 is 128 bytes: larger tiles keep as many bytes under way, and take no more registers.
+STEP_8_BITS = [
+    (64, 1, 64, "again", (0, 128)),
+    (64, 1, 128, "again", (0, 168)),
+    (64, 2, 64, "again", (0, 128)),
+    (64, 2, 128, "again", (0, 128)),
+    (64, 4, 64, "keep", (0, 96)),
+    (64, 4, 128, "again", (0, 96)),
+    (64, 2, 64, "stream", (0, 128)),
+]
 # Windows: block_p, warps, columns, slots at a time, limits on registers.
 WINDOW = [
     (64, 2, 64, 32, (0, 128)),
@@ -75,7 +85,8 @@ class Job:
 
         evict = "evict_first" if self.small else ""
         if self.tokens == 1:
-            tiles = [Tile(p, w, c, evict, 16, state, r) for p, w, c, state, limits in STEP for r in limits]
+            shapes = STEP + (STEP_8_BITS if benchmark.SIZE[self.case.checkpoint] == 1 else [])
+            tiles = [Tile(p, w, c, evict, 16, state, r) for p, w, c, state, limits in shapes for r in limits]
         else:
             tiles = [Tile(p, w, c, evict, slots, registers=r) for p, w, c, slots, limits in WINDOW for r in limits]
         geometry = self.case.geometry
@@ -167,7 +178,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--geometry", nargs="+", default=["Nemotron-H-8B"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 128])
-    parser.add_argument("--checkpoint", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--checkpoint", nargs="+", choices=benchmark.CHECKPOINTS, default=["fp32", "bf16"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--activation", default="bf16")
     parser.add_argument("--budget-ms", type=float, default=4)

@@ -132,7 +132,7 @@ def device_twins(family: str, dtype: torch.dtype = torch.float32, **config) -> T
     model = exact if dtype == torch.float32 else hf_replayssm.enable(tiny_model(family).to("cuda", dtype))
     config = {"config": model.config, "buffer_len": 3, "max_window": 2} | config
     triton, plain = (hf_replayssm.ReplayCache(**config, backend=backend) for backend in ("triton", "torch"))
-    config["checkpoint_dtype"] = torch.float32
+    config |= {"checkpoint_dtype": torch.float32, "rounding": "nearest"}
     return Twins((model, triton), (model, plain), (exact, hf_replayssm.ReplayCache(**config, backend="torch")), batch=2)
 
 
@@ -154,20 +154,25 @@ def test_an_eventful_session(family):
         (torch.bfloat16, torch.float32),
         (torch.bfloat16, torch.bfloat16),
         (torch.float32, torch.bfloat16),
+        (torch.bfloat16, torch.int8),
+        (torch.bfloat16, torch.float8_e4m3fn),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_an_eventful_session_in_16_bits(family, dtype, checkpoint_dtype):
+def test_an_eventful_session_in_fewer_bits(family, rounding, dtype, checkpoint_dtype):
     """The kernels come as close to float32 as the PyTorch ops do."""
-    twins = device_twins(family, dtype, checkpoint_dtype=checkpoint_dtype)
+    if rounding == "stochastic" and checkpoint_dtype == torch.float32:
+        pytest.skip("nothing to round")
+    twins = device_twins(family, dtype, checkpoint_dtype=checkpoint_dtype, rounding=rounding)
     eventful_session(twins)
     triton, plain, exact = twins.all_logits()
     error = lambda logits: float((logits - exact).norm() / exact.norm())  # noqa: E731
     assert error(triton) < max(2 * error(plain), 20 * RTOL)
 
 
-@pytest.mark.parametrize("checkpoint_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("checkpoint_dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 @torch.no_grad()
 def test_mixers_never_wait_for_the_device(family, checkpoint_dtype):

@@ -98,7 +98,8 @@ def small_twins(name: str, **config) -> Twins:
     model = hf_replayssm.enable(tiny_model(family, **overrides))
     config = {"config": model.config, "buffer_len": 3, "max_window": 2} | config
     triton, plain = (hf_replayssm.ReplayCache(**config, backend=backend) for backend in ("triton", "torch"))
-    exact = hf_replayssm.ReplayCache(**config | {"checkpoint_dtype": torch.float32}, backend="torch")
+    config |= {"checkpoint_dtype": torch.float32, "rounding": "nearest"}
+    exact = hf_replayssm.ReplayCache(**config, backend="torch")
     return Twins(*((model, cache) for cache in (triton, plain, exact)), batch=2)
 
 
@@ -111,6 +112,20 @@ def test_the_same_answers(name):
     assert_same_logits(triton, expected)
     for ours, reference in zip(twins.states(0), twins.states(1)):
         assert float((ours - reference).abs().max() / reference.abs().max()) <= RTOL
+    assert twins.caches[0].stats == twins.caches[1].stats
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("name", ["mamba2", "zamba", "qwen3_next", "kimi_linear"])
+def test_a_checkpoint_of_8_bits(name, rounding):
+    """As `test_a_low_precision_checkpoint`; the same scales and random bits, so as far off as PyTorch's."""
+    twins = small_twins(name, checkpoint_dtype="int8", rounding=rounding)
+    eventful_session(twins)
+    triton, plain, exact = twins.all_logits()
+    assert 0 < (triton - exact).norm() < 2 * (plain - exact).norm()
+    assert {layer.checkpoint.dtype for layer in replay_layers(twins.caches[0])} == {torch.int8}
     assert twins.caches[0].stats == twins.caches[1].stats
 
 

@@ -81,7 +81,7 @@ class ReplayCache(Cache):
         ValueError: an unsupported model, or an unknown or invalid setting.
 
     `stats` ([`ReplayStats`]) counts what was written. Tensors of the recurrent layers are in `layers[i].checkpoint`
-    (batch, *state_shape; of Mamba-2 heads, head_dim, state) and `layers[i].inputs`.
+    (batch, *state_shape; of Mamba-2 heads, head_dim, state), of 8 bits with `layers[i].scale`, and `layers[i].inputs`.
 
     Example:
 
@@ -108,6 +108,8 @@ class ReplayCache(Cache):
         self.replay_config = self.signature.recurrence.settings(self.replay_config)
         super().__init__(layers=self._make_layers(text_config))
         self.replay_layers = [layer for layer in self.layers if isinstance(layer, ReplayLayer)]
+        for number, layer in enumerate(self.replay_layers):
+            layer.number = number
         self._own_layers()
         self.positions = Positions()
         self.max_window = self.replay_config.max_window
@@ -175,7 +177,7 @@ class ReplayCache(Cache):
 
     def _counted(self, forward: ReplayForward) -> ReplayStats:
         """The counters with this forward."""
-        state_bytes = sum(layer.checkpoint.nbytes // layer.checkpoint.shape[0] for layer in self.replay_layers)
+        state_bytes = sum(layer.checkpoint_bytes for layer in self.replay_layers)
         slot_bytes = sum(layer.inputs.slot_bytes for layer in self.replay_layers)
         writes = appended = 0
         for segment in forward.segments:

@@ -13,10 +13,14 @@ CHECKPOINT_DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+    # 8 bits, with one float32 scale for a row of the state (see `ops/quantize.py`).
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "int8": torch.int8,
     # Not for serving: for the state of a model that runs in float64.
     "float64": torch.float64,
 }
 BACKENDS = ("auto", "triton", "torch")
+ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,18 @@ class ReplayConfig:
         buffer_len (`int`, *optional*):
             Tokens between two writes of the recurrent state (*flushes*). 1 is the classic step: the state is written
             at every token. By default what suits the recurrence: 16, for KDA 10 and for Mamba-1 4 (with a checkpoint
-            of 16 bits 7 and 3).
+            of 16 bits 7 and 3, of 8 bits 5 and 3).
         max_window (`int`, defaults to 24):
             Tokens that may wait for a `crop` while the past is recorded (speculative decoding). `generate` raises it
             to what the assistant asks for; the buffer of the plain variant grows when a round needs more.
         checkpoint_dtype (`torch.dtype` or its name, defaults to `torch.float32`):
-            How the state is stored between flushes: float32, bfloat16 or float16. All arithmetic is float32.
+            How the state is stored between flushes: float32, bfloat16, float16, or float8_e4m3fn or int8 with a
+            float32 scale for each row of the state. All arithmetic is float32.
+        rounding (`str`, defaults to `"nearest"`):
+            How a flush rounds the state to `checkpoint_dtype`: `"nearest"`, or `"stochastic"`, up or down at random, so
+            that it is right on average.
+        seed (`int`, defaults to 0):
+            Of stochastic rounding. The same seed gives the same rounding, whatever else is in the batch.
         backend (`str`, defaults to `"auto"`):
             `"triton"`, `"torch"` (the reference, any device), or `"auto"`: Triton where the tensors' device has it.
         time_step_limit (`tuple[float, float]`, *optional*):
@@ -54,6 +64,8 @@ class ReplayConfig:
     backend: str = "auto"
     time_step_limit: tuple[float, float] | None = None
     capture: bool = False
+    rounding: str = "nearest"
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("buffer_len", "max_window"):
@@ -67,6 +79,15 @@ class ReplayConfig:
             raise ValueError(f"`capture` is True or False, not {self.capture!r}.")
         if self.backend not in BACKENDS:
             raise ValueError(f"`backend` is one of {', '.join(map(repr, BACKENDS))}, not {self.backend!r}.")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"`rounding` is one of {', '.join(map(repr, ROUNDINGS))}, not {self.rounding!r}.")
+        if self.rounding == "stochastic" and self.checkpoint_dtype in (torch.float32, torch.float64):
+            raise ValueError(
+                "`rounding='stochastic'` has nothing to round in a float32 checkpoint: choose a smaller "
+                "`checkpoint_dtype`, or leave it out."
+            )
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"`seed` is an integer from 0 to 2^32 - 1, not {self.seed!r}.")
         if self.time_step_limit is not None:
             try:
                 low, high = (float(limit) for limit in self.time_step_limit)
@@ -107,6 +128,7 @@ def _as_dtype(dtype: torch.dtype | str) -> torch.dtype:
     name = str(dtype).removeprefix("torch.")
     if name not in CHECKPOINT_DTYPES:
         raise ValueError(
-            f"`checkpoint_dtype` is float32, bfloat16 or float16 (a torch dtype or its name), not {dtype!r}."
+            "`checkpoint_dtype` is float32, bfloat16, float16, float8_e4m3fn or int8 (a torch dtype or its name), not "
+            f"{dtype!r}."
         )
     return CHECKPOINT_DTYPES[name]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from .ops import backend, causal_conv
+from .ops import backend, causal_conv, quantize
 from .positions import Rows, Segment, fold_positions, ring_slots, upload
 from .recurrences import Recurrence
 
@@ -114,7 +114,7 @@ class LayerWindow:
 
     def __init__(self, layer: ReplayLayer, segment: Segment):
         self._layer, self._segment = layer, segment
-        self.checkpoint, self.num_tokens = layer.checkpoint, segment.num_tokens
+        self.checkpoint, self.num_tokens = layer.checkpoint_state(), segment.num_tokens
         self._first, start, end = segment.behind_fold
         self._end = end
         device = layer.checkpoint.device
@@ -157,10 +157,11 @@ class OwnedLayer:
 
 class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     """
-    The cache of one recurrent layer, of whichever [`Recurrence`]: `checkpoint` (batch, *state_shape), `inputs` (an
-    [`InputBuffer`]) and `conv_inputs` (batch, ring, channels), the newest raw inputs of the convolution in a ring
-    indexed by the token's number, so that neither a step nor a rollback moves them. All are allocated at the first
-    forward. `constants` are what a fold needs of the mixer, for when somebody reads the state.
+    The cache of one recurrent layer, of whichever [`Recurrence`]: `checkpoint` (batch, *state_shape), with a checkpoint
+    of 8 bits its `scale` (batch, ..., 1 where numbers share one), `inputs` (an [`InputBuffer`]) and `conv_inputs`
+    (batch, ring, channels), the newest raw inputs of the convolution in a ring indexed by the token's number, so that
+    neither a step nor a rollback moves them. All are allocated at the first forward. `constants` are what a fold needs
+    of the mixer, for when somebody reads the state.
 
     Readers that know nothing of replay see whole states: `recurrent_states`, `conv_states` materialise. Writers that
     know nothing of it (an upstream mixer) are refused.
@@ -175,17 +176,33 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self.recurrence = recurrence
         # Not `super().__init__`: what it sets to plain attributes are properties here, views of the replayed state.
         self.number_of_states = 1
-        self.cache = None  # set by the cache that owns the layer
+        self.cache = None  # set by the cache that owns the layer, as is
+        self.number = 0  # of the layer among the recurrent ones
         self.conv_kernel_size: dict[int, int | None] = {0: None}
         self.release()
 
     def release(self) -> None:
         """Gives the tensors back; the next forward allocates again."""
         self.checkpoint: torch.Tensor | None = None
+        self.scale: torch.Tensor | None = None
         self.inputs: InputBuffer | None = None
         self.conv_inputs: torch.Tensor | None = None
         self.constants: tuple[torch.Tensor, ...] = ()
         self.device = self.dtype = None
+
+    # torch does not pickle float8: it goes as the bytes that it is.
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self.checkpoint is not None:
+            state["checkpoint"] = quantize.raw(self.checkpoint), self.checkpoint.dtype
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.checkpoint is not None:
+            values, dtype = self.checkpoint
+            self.checkpoint = values.view(dtype)
 
     # What the mixer calls for every segment of a forward: `decode`, where the Triton kernels do all of it; else
     # `convolve`, and then `step` (kernels) or `replay` (PyTorch), or, for a scan, `state_before_scan` and `flush_to`.
@@ -209,10 +226,24 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
 
     def uses_kernels(self, activations: torch.Tensor) -> bool:
         """Whether the Triton kernels serve `activations` on their device, and what the layer already holds."""
-        config = self.cache.replay_config
         held = activations if self.inputs is None else self.inputs.tensors()[0]
-        dtypes = activations.dtype, held.dtype, config.checkpoint_dtype
-        return backend.resolve(config.backend, activations.device, dtypes) == "triton"
+        return self._kernels_serve(activations.device, activations.dtype, held.dtype)
+
+    def _kernels_serve(self, device: torch.device, *dtypes: torch.dtype) -> bool:
+        config = self.cache.replay_config
+        missing = self.recurrence.missing_in_kernels(config)
+        return backend.resolve(config.backend, device, (*dtypes, config.checkpoint_dtype), missing) == "triton"
+
+    def _storage(self) -> dict[str, Any]:
+        """What kernels are told of how the checkpoint is stored: see [`Recurrence`]."""
+        storage = {} if self.scale is None else {"scale": self.scale}
+        return storage if self._seed is None else storage | {"seed": self._seed}
+
+    @property
+    def _seed(self) -> int | None:
+        """Of stochastic rounding; None: to the nearest."""
+        config = self.cache.replay_config
+        return quantize.layer_seed(config.seed, self.number) if config.rounding == "stochastic" else None
 
     def decode(
         self,
@@ -234,7 +265,14 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         raw = raw.to(self.conv_inputs.dtype)  # that of the first forward; autocast may give another one later
         convolution = raw, self.conv_inputs, weight, bias
         return self.recurrence.decode_triton(
-            positions, convolution, self.inputs.tensors(), self.constants, self.checkpoint, *operands, **options
+            positions,
+            convolution,
+            self.inputs.tensors(),
+            self.constants,
+            self.checkpoint,
+            *operands,
+            **options,
+            **self._storage(),
         )
 
     def convolve_triton(
@@ -251,7 +289,13 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self._reserve_state(operands[0])
         positions = self._kernel_positions(segment, operands[0].device)
         return self.recurrence.step_triton(
-            positions, self.inputs.tensors(), self.constants, self.checkpoint, *operands, **options
+            positions,
+            self.inputs.tensors(),
+            self.constants,
+            self.checkpoint,
+            *operands,
+            **options,
+            **self._storage(),
         )
 
     def convolve(
@@ -283,7 +327,8 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         """[`step`] as PyTorch ops: folds what must go first, appends, reads out, flushes. See [`Recurrence.replay`]."""
         self._reserve_state(operands[0])
         if segment.fold_first is not None:
-            self._write_checkpoint(self._fold(segment.first, segment.fold_first), segment.fold_first)
+            state = self._fold(segment.first, segment.fold_first)
+            self._write_checkpoint(state, segment, segment.fold_first)
         y, state = self.recurrence.replay(LayerWindow(self, segment), self.constants, *operands)
         if segment.fold_last is not None:  # this segment is the one that fills the buffer
             self.flush_to(self._fold(segment.first, segment.fold_last) if state is None else state, segment)
@@ -291,7 +336,7 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
 
     def flush_to(self, state: torch.Tensor, segment: Segment) -> None:
         """Writes the state after the segment."""
-        self._write_checkpoint(state, segment.fold_last)
+        self._write_checkpoint(state, segment, segment.fold_last)
 
     def state_before_scan(self, activations: torch.Tensor, segment: Segment) -> torch.Tensor | None:
         """The whole state that a scan of `activations` (b, t, ...) starts from; None when no row has seen a token."""
@@ -329,18 +374,55 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         inputs = self.inputs.in_order(first, count.max)
         if count.same is None:
             inputs = tuple(tensor[:, :, : max(count.max, 1)] for tensor in inputs)
-        return self.recurrence.fold(inputs, self.constants, self.checkpoint, count.on(self.checkpoint.device))
+        return self.recurrence.fold(inputs, self.constants, self.checkpoint_state(), count.on(self.checkpoint.device))
 
     def _fold_triton(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.recurrence.fold_triton(positions, self.inputs.tensors(), self.constants, self.checkpoint)
+        return self.recurrence.fold_triton(
+            positions, self.inputs.tensors(), self.constants, self.checkpoint, **self._storage()
+        )
 
-    def _write_checkpoint(self, state: torch.Tensor, count: Rows) -> None:
-        """The rows for which `count` is not zero take their new `state`. (Kernels write the checkpoint themselves.)"""
-        if count.same is not None:
-            self.checkpoint.copy_(state)
-        else:
+    def checkpoint_state(self) -> torch.Tensor:
+        """The state in front of the buffer, (b, *state_shape): the checkpoint with its scale, if it has one."""
+        return quantize.read(self.checkpoint, self.scale)
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of the checkpoint of one row, its scales included."""
+        tensors = (self.checkpoint,) if self.scale is None else (self.checkpoint, self.scale)
+        return sum(tensor.nbytes // tensor.shape[0] for tensor in tensors)
+
+    def _write_checkpoint(self, state: torch.Tensor, segment: Segment, count: Rows) -> None:
+        """
+        The rows for which `count` is not zero take their new `state`, behind as many held tokens of the segment (of a
+        scan: behind all its tokens). (Kernels write the checkpoint themselves.)
+        """
+        rows = None
+        if count.same is None:
             rows = upload(count.values.nonzero().squeeze(1), self.checkpoint.device)
-            self.checkpoint.index_copy_(0, rows, state.index_select(0, rows).to(self.checkpoint.dtype))
+            state = state.index_select(0, rows)
+        tokens = None
+        if self._seed is not None:
+            seen = segment.seen.values + (
+                segment.counts.values if segment.scan else count.values - segment.start.values
+            )
+            tokens = Rows(seen).on(self.checkpoint.device)
+            tokens = tokens[rows] if isinstance(tokens, torch.Tensor) and rows is not None else tokens
+        for owned, new in zip((self.checkpoint, self.scale), self._rounded(state, tokens)):
+            if new is None:
+                continue
+            if rows is None:
+                owned.copy_(new)
+            else:
+                quantize.raw(owned).index_copy_(0, rows, quantize.raw(new))
+
+    def _rounded(
+        self, state: torch.Tensor, tokens: int | torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The state of some rows behind `tokens` tokens as the checkpoint stores it, and its scales."""
+        bits = None
+        if self._seed is not None:
+            bits = quantize.random_bits(self._seed, tokens, state.shape[1:], state.device)
+        return quantize.store(state, self.checkpoint.dtype, self.recurrence.scale_dim, bits)
 
     # Memory.
 
@@ -360,7 +442,9 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         """`dtype` is that of the activations. (Kernels take the tensors as they are: contiguous, as rows kept are.)"""
         self.device, self.dtype = device, dtype
         shape, checkpoint_dtype = (batch, *self.recurrence.state_shape), self.cache.replay_config.checkpoint_dtype
-        self.checkpoint = torch.zeros(shape, dtype=checkpoint_dtype, device=device)
+        self.checkpoint = backend.new_checkpoint(shape, checkpoint_dtype, device)
+        if quantize.has_scale(checkpoint_dtype):
+            self.scale = quantize.new_scale(shape, self.recurrence.scale_dim, device)
         self.inputs = InputBuffer(self.recurrence.new_inputs(batch, slots, dtype, device))
 
     @torch.inference_mode(False)
@@ -424,8 +508,9 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         """Keeps the rows at `index` (repeats allowed)."""
         if self.checkpoint is None:
             return
-        pick = lambda tensor: tensor.index_select(0, index.to(tensor.device))  # noqa: E731
+        pick = lambda tensor: quantize.select(tensor, index.to(tensor.device))  # noqa: E731
         self.checkpoint, self.conv_inputs = pick(self.checkpoint), pick(self.conv_inputs)
+        self.scale = None if self.scale is None else pick(self.scale)
         self.inputs = self.inputs.map(pick)
 
     # What readers and writers of upstream's linear-attention layers find here.

@@ -358,13 +358,12 @@ class StaticReplayCache(ReplayCache):
             return stats
         folds, forwards, rows = self.folds.tolist(), self.forwards.tolist(), self.rows.tolist()
         with_tokens, appended = sum(forwards) - int(self.idle.sum()), sum(rows[2]) - int(self.scanned.sum())
-        bytes_of = lambda tensor: tensor.nbytes // self._batch  # noqa: E731
         stats.forwards, stats.tokens, stats.tokens_cropped = max(forwards), sum(rows[2]), int(self.cropped.sum())
         for layer in self.replay_layers:
             writes = sum(folds[layer.phase])
             stats.checkpoint_writes += writes
-            stats.checkpoint_bytes_written += writes * bytes_of(layer.checkpoint)
-            stats.per_token_bytes += with_tokens * bytes_of(layer.checkpoint)
+            stats.checkpoint_bytes_written += writes * layer.checkpoint_bytes
+            stats.per_token_bytes += with_tokens * layer.checkpoint_bytes
             stats.input_bytes_written += appended * layer.inputs.slot_bytes
         # Layers flush at different tokens: the mean over layers.
         stats.checkpoint_writes = round(stats.checkpoint_writes / len(self.replay_layers))

@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DummyLayer
 
 from .layers import CropError, InputBuffer, OwnedLayer, ReplayLayer
-from .ops import backend
+from .ops import quantize
 from .recurrences.base import sums_dtype
 from .static_positions import StaticForward, StaticSegment
 
@@ -40,7 +40,7 @@ class StaticWindow:
 
     def __init__(self, layer: StaticReplayLayer, segment: StaticSegment):
         self._layer, self._segment = layer, segment
-        self.checkpoint, self.num_tokens = layer.checkpoint, segment.num_tokens
+        self.checkpoint, self.num_tokens = layer.checkpoint_state(), segment.num_tokens
         self.base, self.after = segment.base[layer.phase], segment.after[layer.phase]
         self.start = segment.seen - self.base
         self.end = self.start + segment.counts
@@ -71,8 +71,8 @@ class StaticReplayLayer(ReplayLayer):
 
     def allocate(self, batch: int, dtype: torch.dtype, device: torch.device) -> None:
         """Tensors for `batch` rows; `dtype` is that of the activations."""
-        config, recurrence = self.cache.replay_config, self.recurrence
-        self.kernels = backend.resolve(config.backend, device, (dtype, config.checkpoint_dtype)) == "triton"
+        recurrence = self.recurrence
+        self.kernels = self._kernels_serve(device, dtype)
         self._allocate_state(batch, self.cache.capacity, dtype, device)
         sums = sums_dtype(dtype)
         self.constants = tuple(torch.zeros(shape, dtype=sums, device=device) for shape in recurrence.constants.values())
@@ -81,10 +81,12 @@ class StaticReplayLayer(ReplayLayer):
         self.conv_inputs = torch.zeros(ring, dtype=dtype, device=device)
 
     def static_tensors(self) -> dict[str, torch.Tensor]:
-        return {"checkpoint": self.checkpoint, **self.inputs.named(), "conv_inputs": self.conv_inputs}
+        scale = {} if self.scale is None else {"scale": self.scale}
+        return {"checkpoint": self.checkpoint, **scale, **self.inputs.named(), "conv_inputs": self.conv_inputs}
 
     def set_static_tensors(self, tensors: dict[str, torch.Tensor]) -> None:
         self.checkpoint, self.conv_inputs = tensors["checkpoint"], tensors["conv_inputs"]
+        self.scale = tensors.get("scale")
         self.inputs = InputBuffer({name: tensors[name] for name in self.inputs.names})
 
     # What the mixer calls.
@@ -133,9 +135,12 @@ class StaticReplayLayer(ReplayLayer):
         y, _ = self.recurrence.replay(window, self.constants, *operands)
         # (Whether any row flushes is not known here; the state is computed for all of them.)
         count = window.after - window.base
-        state = self.recurrence.fold(window.inputs(), self.constants, self.checkpoint, count)
+        state = self.recurrence.fold(window.inputs(), self.constants, window.checkpoint, count)
         due = (count > 0).view(-1, *[1] * (state.dim() - 1))
-        self.checkpoint.copy_(torch.where(due, state.to(self.checkpoint.dtype), self.checkpoint))
+        for owned, new in zip((self.checkpoint, self.scale), self._rounded(state, window.after)):
+            if new is not None:
+                owned = quantize.raw(owned)
+                owned.copy_(torch.where(due, quantize.raw(new), owned))
         return y
 
     def in_order(self, base: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -154,12 +159,15 @@ class StaticReplayLayer(ReplayLayer):
         return self._whole_state(segment.seen, segment.base[self.phase])
 
     def flush_to(self, state: torch.Tensor, segment: StaticSegment) -> None:
-        self.checkpoint.copy_(state)
+        after = segment.to(state.device).after[self.phase]
+        for owned, new in zip((self.checkpoint, self.scale), self._rounded(state, after)):
+            if new is not None:
+                owned.copy_(new)
 
     # The state, for readers.
 
     def _whole_state(self, seen: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        return self.recurrence.fold(self.in_order(base), self.constants, self.checkpoint, seen - base)
+        return self.recurrence.fold(self.in_order(base), self.constants, self.checkpoint_state(), seen - base)
 
     def whole_state(self) -> torch.Tensor | None:
         if self.checkpoint is None:

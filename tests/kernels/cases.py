@@ -30,6 +30,8 @@ needs = pytest.mark.parametrize(
 )
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+INT8, FP8 = torch.int8, torch.float8_e4m3fn
+GREATEST = {INT8: 127.0, FP8: 448.0}  # with a scale for each row of the state
 
 
 def run_in_interpreter(file: str) -> None:
@@ -60,7 +62,9 @@ def poisoned_memory():
 
 def bits(tensor):
     """As integers, so that NaN equals itself and zero has a sign."""
-    return tensor.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    return tensor.contiguous().view(
+        {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    )
 
 
 def same_bits(a, b, but=None):
@@ -76,6 +80,7 @@ class Layer:
         conv: kernel size; 0 runs `mamba2_step` on given x, B, C, else `mamba2_decode` on raw inputs.
         ring: slots of the convolution's ring.
         raw_dt: whether the kernel applies bias, softplus and limits.
+        checkpoint_dtype: of 8 bits with a scale for each row, the numbers along `scale_dim`.
         seen, first: tokens before the first call, and the slot of the first token (of row i: 3 i further).
         reach: by how many tokens `crop` may go back at once; the ring needs K - 1 + reach slots.
     """
@@ -86,7 +91,7 @@ class Layer:
         self.begin(shape, device, dtype, conv, reach, seed)
         batch, heads, groups, head_dim, state, slots = shape
         self.raw_dt, self.activation, self.limits = raw_dt, activation, limits
-        self.checkpoint = self.randn(batch, heads, head_dim, state).to(checkpoint_dtype)
+        self.start_checkpoint(self.randn(batch, heads, head_dim, state), checkpoint_dtype)
         self.x_buffer = self.full(batch, heads, slots, head_dim)
         self.B_buffer = self.full(batch, groups, slots, state)
         self.dt_buffer = self.full(batch, heads, slots, dtype=F32)
@@ -100,6 +105,25 @@ class Layer:
     # What every recurrence shares. Its own are the buffers, `advance`, `fold_call` and `recurrence`.
 
     buffer_names = ("x_buffer", "B_buffer", "dt_buffer")
+    scale_dim = -1
+
+    def start_checkpoint(self, state, dtype):
+        self.scale, self.rounding_seed = None, None
+        if dtype in GREATEST:
+            self.scale = state.abs().amax(self.scale_dim, keepdim=True) / GREATEST[dtype]
+            state = state / self.scale
+            state = state.round() if dtype == INT8 else state
+        self.checkpoint = state.to(dtype)
+
+    def stored(self):
+        """The state that the checkpoint holds, float64."""
+        state = self.checkpoint.float().double()
+        return state if self.scale is None else state * self.scale.double()
+
+    def storage(self):
+        """The arguments of a call that say how the checkpoint is stored."""
+        options = {} if self.scale is None else {"scale": self.scale}
+        return options if self.rounding_seed is None else options | {"seed": self.rounding_seed}
 
     def begin(self, shape, device, dtype, conv, reach, seed):
         self.shape, self.device, self.dtype, self.conv, self.reach = shape, torch.device(device), dtype, conv, reach
@@ -118,7 +142,7 @@ class Layer:
         self.first = (3 * rows * bool(first) + first) % slots
         self.held = torch.zeros_like(rows)
         # In float64: the checkpoint, the state after all tokens, and the held tokens, oldest first.
-        self.base = self.state = self.checkpoint.double()
+        self.base = self.state = self.stored()
         self.tokens = [self.full(batch, slots, *size, dtype=torch.float64) for size in sizes]
 
     def start_convolution(self, channels, ring, bias, seen):
@@ -188,7 +212,7 @@ class Layer:
         if self.raw_dt:
             dt = F.softplus(dt + self.dt_bias.double()).clamp(*self.limits)
         common = {"x_buffer": self.x_buffer, "B_buffer": self.B_buffer, "dt_buffer": self.dt_buffer, "A": self.A,
-                  "D": self.D, "checkpoint": self.checkpoint, "dt_bias": self.dt_bias}  # fmt: skip
+                  "D": self.D, "checkpoint": self.checkpoint, "dt_bias": self.dt_bias, **self.storage()}  # fmt: skip
         options = {"dt_min": self.limits[0], "dt_max": self.limits[1], "fused": fused, "out_dtype": out_dtype}
         new = {"dt": self.hide(raw_dt, real)}
         if self.conv:
@@ -210,7 +234,7 @@ class Layer:
             C = self.randn(batch, tokens, groups, state).to(self.dtype)
             new |= {"x": self.hide(x, real), "B": self.hide(B, real), "C": self.hide(C, real)}
         arguments = {"positions": self.positions(count, fold)} | new | common
-        before = {name: tensor.clone() for name, tensor in arguments.items() if tensor is not None}
+        before = {name: tensor.clone() for name, tensor in arguments.items() if torch.is_tensor(tensor)}
         with poisoned_memory():
             y = (kernels.mamba2_decode if self.conv else kernels.mamba2_step)(**arguments, **options)
         assert y.shape == (batch, tokens, heads, head_dim) and y.dtype == (out_dtype or self.dtype)
@@ -260,8 +284,8 @@ class Layer:
     def flush(self, fold):
         """A flush alone."""
         fold, (function, owned) = self.per_row(fold), self.fold_call()
-        arguments = {"positions": self.positions(7, fold)} | owned
-        before = {name: tensor.clone() for name, tensor in arguments.items() if tensor is not None}
+        arguments = {"positions": self.positions(7, fold)} | owned | self.storage()
+        before = {name: tensor.clone() for name, tensor in arguments.items() if torch.is_tensor(tensor)}
         assert function(**arguments, inplace=True) is self.checkpoint
         self.check_writes(before, arguments, self.per_row(0), fold)
         self.folded(fold)
@@ -285,15 +309,15 @@ class Layer:
         self.poison()
 
     def folded(self, fold):
-        """The reference's share in a flush; a 16-bit checkpoint is compared here and followed from then on."""
+        """The reference's share in a flush; a checkpoint of fewer bits is compared here and followed from then on."""
         slots = self.shape[-1]
         self.base = self.recurrence(self.base, *self.tokens, fold)
         self.first, self.held = (self.first + fold) % slots, self.held - fold
         shifted = (torch.arange(slots, device=self.device) + fold[:, None]) % slots
         self.tokens = [held[torch.arange(len(held), device=self.device)[:, None], shifted] for held in self.tokens]
         if self.checkpoint.dtype != F32:
-            self.check_rounding(self.checkpoint.double(), self.base)
-            self.base = self.checkpoint.double()
+            self.check_rounding(self.stored(), self.base)
+            self.base = self.stored()
             self.state = self.recurrence(self.base, *self.tokens, self.held)
         self.poison()
 
@@ -331,7 +355,7 @@ class Layer:
         place = (torch.arange(slots, device=self.device) - self.first[:, None]) % slots
         written = (place >= self.held[:, None]) & (place < (self.held + count)[:, None])
         may = {name: self.of_slots(written, getattr(self, name)) for name in self.buffer_names}
-        may["checkpoint"] = (fold > 0)[:, None, None, None]
+        may["checkpoint"] = may["scale"] = (fold > 0)[:, None, None, None]
         if "conv_inputs" in before:
             ring = self.conv_inputs.shape[1]
             behind = (torch.arange(ring, device=self.device) - self.seen[:, None]) % ring  # slot of new token `behind`
@@ -340,9 +364,18 @@ class Layer:
             assert same_bits(old, after[name], may.get(name)), f"{name} was written where it must not be"
 
     def check_rounding(self, got, exact):
-        """`got` is `exact`, rounded to 16 bits. (Triton's interpreter cuts bfloat16 off.)"""
+        """`got` is `exact`, rounded to 16 bits or 8. (Triton's interpreter cuts bfloat16 off.)"""
         dtype = self.dtype if got.dim() == 3 else self.checkpoint.dtype  # (b, t, c) activations, or a checkpoint
-        share = 1.0 if dtype == BF16 and self.device.type == "cpu" else 0.5
+        if dtype in GREATEST:
+            scale = exact.abs().amax(self.scale_dim, keepdim=True) / GREATEST[dtype]
+            step = scale if dtype == INT8 else torch.maximum(exact.abs() * 2**-3, scale * 2**-9)
+            share = 0.5 if self.rounding_seed is None else 1.0
+            if dtype == FP8 and self.device.type == "cpu":  # the interpreter cuts the smallest off
+                step = torch.where(exact.abs() < scale * 2**-6, scale * 2**-8, step)
+            # (The row's greatest number, of which all steps are made, is off by the error of float32 sums.)
+            assert bool(((got - exact).abs() <= share * step + 1e-4 * step + 1e-5 * exact.abs() + 1e-6).all())
+            return
+        share = 1.0 if self.rounding_seed is not None or (dtype == BF16 and self.device.type == "cpu") else 0.5
         bar = exact.abs() * (share * torch.finfo(dtype).eps) + 3e-6 * exact.abs().amax() + 1e-7
         assert bool(((got - exact).abs() <= bar).all()), "rounded values"
 
@@ -368,7 +401,7 @@ class Layer:
         """(kernel's, float64's) state after all tokens."""
         function, owned = self.fold_call()
         with poisoned_memory():
-            state = function(self.positions(0, self.held), **owned)
+            state = function(self.positions(0, self.held), **owned, **self.storage())
         assert state.dtype == F32
         return state.double(), self.state
 

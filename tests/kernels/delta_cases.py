@@ -27,7 +27,7 @@ class DeltaLayer(Layer):
         self.begin(shape, device, dtype, conv, reach, seed)
         batch, heads, key_heads, key_dim, value_dim, slots = shape
         self.kda, self.activation, self.memory, self.most = kda, activation, memory, most
-        self.checkpoint = self.randn(batch, heads, key_dim, value_dim).to(checkpoint_dtype)
+        self.start_checkpoint(self.randn(batch, heads, key_dim, value_dim), checkpoint_dtype)
         self.k_buffer = self.full(batch, key_heads, slots, key_dim)
         self.u_buffer = self.full(batch, heads, slots, value_dim, dtype=F32)
         self.channels_of_g = (key_dim,) if kda else ()
@@ -40,6 +40,8 @@ class DeltaLayer(Layer):
 
     def owned(self):
         return {name: getattr(self, name) for name in (*self.buffer_names, "checkpoint")}
+
+    scale_dim = -2
 
     def fold_call(self):
         return kernels.gated_delta_fold, self.owned()
@@ -69,8 +71,8 @@ class DeltaLayer(Layer):
             q, k = (self.randn(batch, tokens, key_heads, key_dim).to(self.dtype) for _ in range(2))
             v = self.randn(batch, tokens, heads, value_dim).to(self.dtype)
             new |= {"q": self.hide(q, real), "k": self.hide(k, real), "v": self.hide(v, real)}
-        arguments = {"positions": self.positions(count, fold)} | new | self.owned()
-        before = {name: tensor.clone() for name, tensor in arguments.items() if tensor is not None}
+        arguments = {"positions": self.positions(count, fold)} | new | self.owned() | self.storage()
+        before = {name: tensor.clone() for name, tensor in arguments.items() if torch.is_tensor(tensor)}
         with poisoned_memory():
             y = (kernels.gated_delta_decode if self.conv else kernels.gated_delta_step)(**arguments, **options)
         assert y.shape == (batch, tokens, heads, value_dim) and y.dtype == (out_dtype or self.dtype)

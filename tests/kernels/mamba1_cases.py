@@ -25,7 +25,7 @@ class Mamba1Layer(Layer):
         self.begin(shape, device, dtype, 0, 0, seed)
         batch, groups, channels, state, slots = shape
         self.gate, self.raw_dt = gate, raw_dt
-        self.checkpoint = self.randn(batch, groups, state, channels).to(checkpoint_dtype)
+        self.start_checkpoint(self.randn(batch, groups, state, channels), checkpoint_dtype)
         self.x_buffer, self.dt_buffer = (self.full(batch, groups, slots, channels) for _ in range(2))
         self.B_buffer = self.full(batch, groups, slots, state)
         self.A = -self.rand(groups, state, channels).add(0.02)
@@ -33,9 +33,17 @@ class Mamba1Layer(Layer):
         self.dt_bias = self.randn(groups, channels).sub(1.0) if raw_dt else None
         self.hold_nothing(0, first, [(groups, size) for size in (channels, state, channels)])
 
+    scale_dim = -2
+
     def positions(self, count, fold):
         never_read = torch.full_like(self.held, -(2**31))
-        rows = [never_read, self.first, self.held, self.per_row(count), self.per_row(fold)]
+        rows = [
+            never_read if self.rounding_seed is None else self.seen,
+            self.first,
+            self.held,
+            self.per_row(count),
+            self.per_row(fold),
+        ]
         return torch.stack(rows).to(torch.int32)
 
     def bar(self, tokens):
@@ -80,8 +88,8 @@ class Mamba1Layer(Layer):
         new = {name: self.hide(t, real) for name, t in zip(names, (x, B, C, dt, z)) if t is not None}
         arguments = {"positions": self.positions(count, fold), **new, "x_buffer": self.x_buffer,
                      "B_buffer": self.B_buffer, "dt_buffer": self.dt_buffer, "A": self.A, "D": self.D,
-                     "checkpoint": self.checkpoint, "dt_bias": self.dt_bias}  # fmt: skip
-        before = {name: tensor.clone() for name, tensor in arguments.items() if tensor is not None}
+                     "checkpoint": self.checkpoint, "dt_bias": self.dt_bias, **self.storage()}  # fmt: skip
+        before = {name: tensor.clone() for name, tensor in arguments.items() if torch.is_tensor(tensor)}
         with poisoned_memory():
             y = kernels.mamba1_step(**arguments, out_dtype=out_dtype)
         assert y.shape == (batch, tokens, groups, channels) and y.dtype == (out_dtype or self.dtype)

@@ -8,7 +8,7 @@ import torch
 
 
 triton = pytest.importorskip("triton")
-from cases import BF16, F16, F32, INTERPRETED
+from cases import BF16, F16, F32, FP8, INT8, INTERPRETED
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -30,7 +30,7 @@ KERNELS = {
     _conv: ("_causal_conv_kernel",),
     _norm: ("_rms_norm_kernel",),
 }
-POINTERS = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int32: "*i32"}
+POINTERS = {F32: "*fp32", BF16: "*bf16", F16: "*fp16", torch.int32: "*i32", INT8: "*i8", FP8: "*fp8e4nv"}
 
 
 class Compiles:
@@ -47,7 +47,11 @@ class Compiles:
         signature, constants, attributes = {}, {}, {}
         for i, parameter in enumerate(self.kernel.params):
             value = values[parameter.name]
-            if parameter.is_constexpr or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize):
+            if (
+                value is None
+                or parameter.is_constexpr
+                or (isinstance(value, int) and value == 1 and not parameter.do_not_specialize)
+            ):
                 signature[parameter.name], constants[(i,)] = "constexpr", value
             elif isinstance(value, torch.Tensor):
                 signature[parameter.name] = POINTERS[value.dtype]
@@ -73,7 +77,8 @@ def compiled(request, monkeypatch):
     return found
 
 
-def decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 64, 128, 16), taps=4, **options):
+def decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 64, 128, 16), taps=4, seed=None,
+           **options):  # fmt: skip
     batch, heads, groups, head_dim, state, slots = shape
     channels = heads * head_dim + 2 * groups * state
     zeros = lambda *size, dtype=dtype: torch.zeros(*size, dtype=dtype)  # noqa: E731
@@ -81,11 +86,14 @@ def decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 64, 128, 
     positions, A = zeros(5, batch, dtype=torch.int32), zeros(heads, dtype=F32)
     dt_buffer = zeros(batch, heads, slots, dtype=F32)
     checkpoint = zeros(batch, heads, head_dim, state, dtype=checkpoint_dtype)
+    storage = {"scale": zeros(batch, heads, head_dim, 1, dtype=F32)} if checkpoint_dtype.itemsize == 1 else {}
+    storage |= {} if seed is None else {"seed": seed}
     kernels.mamba2_decode(
         positions, zeros(batch, tokens, channels), zeros(batch, tokens, heads), zeros(batch, 40, channels),
-        zeros(channels, taps), zeros(channels), x_buffer, B_buffer, dt_buffer, A, A, checkpoint, dt_bias=A, **options,
+        zeros(channels, taps), zeros(channels), x_buffer, B_buffer, dt_buffer, A, A, checkpoint, dt_bias=A, **storage,
+        **options,
     )  # fmt: skip
-    kernels.mamba2_fold(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+    kernels.mamba2_fold(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, inplace=bool(storage), **storage)
 
 
 @pytest.mark.parametrize(
@@ -96,14 +104,42 @@ def decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 64, 128, 
         {"tokens": 20, "shape": (2, 2, 1, 80, 128, 51), "checkpoint_dtype": BF16, "taps": 3},
         {"fused": True, "dtype": F16, "shape": (2, 2, 2, 64, 256, 20), "taps": 2},
         {"fused": False, "dtype": F32, "shape": (2, 3, 1, 128, 256, 40)},
+        pytest.param({"fused": False, "checkpoint_dtype": INT8}, marks=pytest.mark.slow),
+        pytest.param({"tokens": 5, "checkpoint_dtype": INT8, "seed": 2**32 - 1}, marks=pytest.mark.slow),
+        pytest.param({"fused": True, "checkpoint_dtype": BF16, "seed": 3}, marks=pytest.mark.slow),
     ],
-    ids=["step", "window", "window of pieces, blocks of slots", "fused", "float32, state 256"],
+    ids=[
+        "step",
+        "window",
+        "window of pieces, blocks of slots",
+        "fused",
+        "float32, state 256",
+        "int8",
+        "int8, stochastic window",
+        "bfloat16, stochastic",
+    ],
 )
 def test_compiles_elsewhere(call, compiled):
     """With the configuration that a device gets which the table does not know."""
     decode(**call)
     assert len(compiled) >= 2
     assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
+
+
+sm_90 = pytest.mark.parametrize("compiled", [TARGETS["sm_90"]], indirect=True, ids=["sm_90"])
+
+
+@sm_90
+@pytest.mark.parametrize(
+    ("tokens", "checkpoint_dtype"),
+    [(1, FP8), pytest.param(5, FP8, marks=pytest.mark.slow), pytest.param(1, INT8, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_8_bits_compile(tokens, checkpoint_dtype, compiled):
+    """float8 is there from compute capability 8.9 on."""
+    decode(tokens=tokens, fused=False if tokens == 1 else None, checkpoint_dtype=checkpoint_dtype, seed=3)
+    names = {"_append_kernel", "_step_kernel" if tokens == 1 else "_window_kernel", "_fold_kernel"}
+    assert {name for name, _ in compiled} == names
 
 
 CONFIGS = [

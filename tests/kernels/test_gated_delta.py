@@ -7,7 +7,7 @@ import torch
 
 
 pytest.importorskip("triton")
-from cases import BF16, F16, F32, INTERPRETED, error, needs, on_gpu, play, run_in_interpreter, same_bits
+from cases import BF16, F16, F32, FP8, INT8, INTERPRETED, error, needs, on_gpu, play, run_in_interpreter, same_bits
 from delta_cases import DeltaLayer
 
 import replayssm_kernels as kernels
@@ -106,6 +106,72 @@ def test_dtypes(conv, dtype, checkpoint_dtype, kda, device):
     y, expected = layer.advance(1, fold=0, out_dtype=None)  # rounded to the dtype of the activations
     limit = {F32: 1e-6, BF16: 8e-3 if device == "cpu" else 4e-3, F16: 1e-3}[dtype]
     assert error(y, expected) <= limit
+
+
+@needs
+@RULES
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "seed"),
+    [(INT8, 11), *(pytest.param(dtype, seed, marks=pytest.mark.slow) for dtype, seed in ((INT8, None), (FP8, 11)))],
+    ids=str,
+)
+def test_8_bits(checkpoint_dtype, seed, kda, device):
+    """Steps, windows and flushes from columns with a scale, which is new after every flush."""
+    layer = DeltaLayer((2, 2, 1, 40, 24, 5), device, BF16, checkpoint_dtype, kda=kda, first=3, seen=4)
+    layer.rounding_seed = seed
+    play(layer, (1, 3, 1), fused=(True, None, False), seed=1)
+    layer.flush(layer.held.clamp(max=1))
+
+
+@needs
+@RULES
+def test_8_bits_through_shared_memory_and_of_several_pieces(kda, device, monkeypatch):
+    tile = Tile(16, 1, 16, state="stream")
+    monkeypatch.setattr(gated_delta, "OVERRIDE", Config(tile, fused=False, append_warps=2))
+    layer = DeltaLayer((1, 1, 1, 40, 24, 20), device, BF16, INT8, kda=kda, first=15)
+    play(layer, (17, 1), seed=2, flushes=1.0)
+
+
+@needs
+@RULES
+@pytest.mark.parametrize("state", ["again", "keep"])
+def test_a_step_flushes_8_bits(state, kda, device, monkeypatch):
+    """One row takes in all its tokens, the other some of them; the state is read again or kept in registers."""
+    monkeypatch.setattr(gated_delta, "OVERRIDE", Config(Tile(16, 1, 32, state=state), fused=False))
+    layer = DeltaLayer((2, 2, 1, 40, 24, 5), device, BF16, INT8, kda=kda, first=3)
+    layer.rounding_seed = 5
+    for tokens, fold in ((3, 0), (1, torch.tensor([4, 2], device=device)), (1, torch.tensor([1, 3], device=device))):
+        y, expected = layer.advance(tokens, fold=fold)
+        assert error(y, expected) <= layer.bar(tokens)
+    assert error(*layer.whole_state()) <= 1e-6
+
+
+@on_gpu
+@RULES
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("name", [*LARGE])
+def test_8_bits_on_models_shapes(name, checkpoint_dtype, kda, device):
+    shape, options, lengths = LARGE[name]
+    play(DeltaLayer(shape, device, kda=kda, **options | {"checkpoint_dtype": checkpoint_dtype}), lengths)
+
+
+@needs
+@pytest.mark.parametrize("checkpoint_dtype", [BF16, INT8], ids=str)
+def test_rounding_is_the_reference_s(checkpoint_dtype, device):
+    """The kernels' random bits, scales and roundings are those of `hf_replayssm.ops.quantize`, from the same sums."""
+    from hf_replayssm.ops import quantize
+
+    layer = DeltaLayer((2, 2, 1, 24, 40, 5), device, checkpoint_dtype=checkpoint_dtype, first=3, seen=8)
+    layer.advance(4, count=torch.tensor([4, 2], device=device))
+    layer.rounding_seed = 2**31 + 7
+    fold = torch.tensor([3, 2], device=device)
+    storage = {} if layer.scale is None else {"scale": layer.scale}
+    arguments = layer.positions(0, fold), *layer.buffers(), layer.checkpoint
+    state = kernels.gated_delta_fold(*arguments, **storage)
+    kernels.gated_delta_fold(*arguments, **layer.storage(), inplace=True)
+    bits = quantize.random_bits(layer.rounding_seed, layer.seen - layer.held + fold, state.shape[1:], state.device)
+    values, _ = quantize.store(state, checkpoint_dtype, -2, bits)
+    assert (layer.checkpoint.float() != values.float()).float().mean() <= (0.0 if device == "cpu" else 1e-3)
 
 
 CONFIGS = {

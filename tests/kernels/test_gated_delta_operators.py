@@ -8,10 +8,10 @@ import torch
 
 
 pytest.importorskip("triton")
-from cases import BF16, F16, F32, INTERPRETED, needs, on_gpu, run_in_interpreter, same_bits
+from cases import BF16, F16, F32, FP8, INT8, INTERPRETED, needs, on_gpu, run_in_interpreter, same_bits
 from delta_cases import DeltaLayer
 from misfits import assert_same, cast, copy, elsewhere, few_slots, flat, gaps, named, refuses, shorter, three_heads
-from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles
+from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles, sm_90
 
 import replayssm_kernels as kernels
 from replayssm_kernels import _launch, gated_delta
@@ -74,10 +74,10 @@ def test_torch_accepts_the_operators(tokens, kda, device):
     a = arguments(device, tokens=tokens, shape=(1, 2, 1, 16, 16, 5), kda=kda)
     operators = getattr(torch.ops, kernels.gated_delta_step.__module__.partition(".")[0])
     calls = {
-        "gated_delta_step": (*(a[name] for name in STEP), None, None),
-        "gated_delta_decode": (*(a[name] for name in DECODE), True, BF16, tokens == 1),
-        "gated_delta_fold": tuple(a[name] for name in FOLD),
-        "gated_delta_flush": tuple(a[name] for name in FOLD),
+        "gated_delta_step": (*(a[name] for name in STEP), None, None, None, None),
+        "gated_delta_decode": (*(a[name] for name in DECODE), True, None, None, BF16, tokens == 1),
+        "gated_delta_fold": (*(a[name] for name in FOLD[:-1]), None, a["checkpoint"]),
+        "gated_delta_flush": (*(a[name] for name in FOLD), None, 3),
     }
     for name, inputs in calls.items():
         torch.library.opcheck(getattr(operators, name).default, inputs)
@@ -256,11 +256,14 @@ def compile_decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 1
     owned = [zeros(batch, key_heads, slots, key_dim), zeros(batch, heads, slots, value_dim, dtype=F32),
              zeros(batch, heads, slots, *gates, dtype=F32),
              zeros(batch, heads, key_dim, value_dim, dtype=checkpoint_dtype)]  # fmt: skip
+    storage = (
+        {"scale": zeros(batch, heads, 1, value_dim, dtype=F32), "seed": 3} if checkpoint_dtype.itemsize == 1 else {}
+    )
     kernels.gated_delta_decode(
         positions, zeros(batch, tokens, channels), zeros(batch, tokens, heads, *gates, dtype=F32),
-        zeros(batch, tokens, heads), zeros(batch, 40, channels), zeros(channels, 4), None, *owned, **options,
+        zeros(batch, tokens, heads), zeros(batch, 40, channels), zeros(channels, 4), None, *owned, **options, **storage,
     )  # fmt: skip
-    kernels.gated_delta_fold(positions, *owned)
+    kernels.gated_delta_fold(positions, *owned, inplace=bool(storage), **storage)
 
 
 @RULES
@@ -280,6 +283,15 @@ def test_compiles_elsewhere(call, kda, compiled):
     compile_decode(kda=kda, **call)
     assert len(compiled) >= 2
     assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
+
+
+@sm_90
+@RULES
+@pytest.mark.slow
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_8_bits_compile(tokens, checkpoint_dtype, kda, compiled):
+    compile_decode(tokens, checkpoint_dtype=checkpoint_dtype, kda=kda)
 
 
 @RULES

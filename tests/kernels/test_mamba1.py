@@ -14,6 +14,8 @@ from cases import (
     BF16,
     F16,
     F32,
+    FP8,
+    INT8,
     INTERPRETED,
     NAN,
     error,
@@ -98,6 +100,44 @@ def test_dtypes(dtype, checkpoint_dtype, device):
     assert error(y, expected) <= limit
 
 
+@needs
+@pytest.mark.parametrize("seed", [None, 11], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, FP8], ids=str)
+def test_8_bits(checkpoint_dtype, seed, device):
+    """Steps, windows and flushes from channels with a scale, which is new after every flush."""
+    layer = Layer((3, 2, 24, 12, 5), device, BF16, checkpoint_dtype, first=3)
+    layer.rounding_seed = seed
+    play(layer, (1, 3, 1), seed=1)
+    layer.flush(layer.held.clamp(max=1))
+
+
+@on_gpu
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("name", [*LARGE])
+def test_8_bits_on_models_shapes(name, checkpoint_dtype, device):
+    shape, options, lengths = LARGE[name]
+    play(Layer(shape, device, **options | {"checkpoint_dtype": checkpoint_dtype}), lengths)
+
+
+@needs
+@pytest.mark.parametrize("checkpoint_dtype", [BF16, INT8], ids=str)
+def test_rounding_is_the_reference_s(checkpoint_dtype, device):
+    """The kernels' random bits, scales and roundings are those of `hf_replayssm.ops.quantize`, from the same sums."""
+    from hf_replayssm.ops import quantize
+
+    layer = Layer((2, 2, 24, 16, 5), device, checkpoint_dtype=checkpoint_dtype, first=3)
+    layer.advance(4, count=torch.tensor([4, 2], device=device))
+    layer.rounding_seed = 2**31 + 7
+    fold = torch.tensor([3, 2], device=device)
+    storage = {} if layer.scale is None else {"scale": layer.scale}
+    arguments = layer.positions(0, fold), *layer.buffers(), layer.A, layer.checkpoint
+    state = kernels.mamba1_fold(*arguments, dt_bias=layer.dt_bias, **storage)
+    kernels.mamba1_fold(*arguments, dt_bias=layer.dt_bias, **layer.storage(), inplace=True)
+    bits = quantize.random_bits(layer.rounding_seed, layer.seen - layer.held + fold, state.shape[1:], state.device)
+    values, _ = quantize.store(state, checkpoint_dtype, -2, bits)
+    assert (layer.checkpoint.float() != values.float()).float().mean() <= (0.0 if device == "cpu" else 1e-3)
+
+
 TILES = {
     "rows of one program": Tile(64, 2, 1, rows=3),
     "columns of a channel in several threads": Tile(16, 4, 4),
@@ -115,6 +155,17 @@ TILES = {
 def test_every_kind_of_tile(tile, slots, device, monkeypatch):
     monkeypatch.setattr(mamba1, "OVERRIDE", tile)
     play(Layer((5, 1, 72, 16, slots), device, BF16, first=5), (1, min(4, slots), 1, 1, slots), flushes=0.7)
+
+
+@needs
+@pytest.mark.parametrize("slots", [3, 7])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
+def test_8_bits_in_every_kind_of_tile(tile, slots, device, monkeypatch):
+    monkeypatch.setattr(mamba1, "OVERRIDE", tile)
+    layer = Layer((5, 1, 72, 16, slots), device, BF16, INT8, first=2)
+    layer.rounding_seed = 11
+    play(layer, (1, 3, 1, 1), flushes=0.7)
+    layer.flush(layer.held.clamp(max=1))
 
 
 @needs
@@ -498,9 +549,9 @@ def test_torch_accepts_the_operators(tokens, device):
     a = arguments(device, (1, 1, 16, 16, 5), tokens)
     operators = getattr(torch.ops, kernels.mamba1_step.__module__.partition(".")[0])
     calls = {
-        "mamba1_step": (*(a[name] for name in STEP), BF16),
-        "mamba1_fold": tuple(a[name] for name in FOLD),
-        "mamba1_flush": tuple(a[name] for name in FOLD),
+        "mamba1_step": (*(a[name] for name in STEP), None, None, BF16),
+        "mamba1_fold": (*(a[name] for name in FOLD), None),
+        "mamba1_flush": (*(a[name] for name in FOLD), None, 3),
         "mamba1_scan": (*(a[name] for name in SCAN), None),
     }
     for name, inputs in calls.items():

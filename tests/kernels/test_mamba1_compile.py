@@ -5,8 +5,8 @@ import torch
 
 
 pytest.importorskip("triton")
-from cases import BF16, F16, F32, INTERPRETED
-from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles
+from cases import BF16, F16, F32, FP8, INT8, INTERPRETED
+from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles, sm_90
 
 import replayssm_kernels as kernels
 from replayssm_kernels import _launch, mamba1
@@ -51,3 +51,20 @@ def test_compiles_elsewhere(shape, dtype, checkpoint_dtype, raw, gate, tokens, c
     step = "_step_kernel" if tokens == 1 else "_window_kernel"
     assert [name for name, _ in compiled] == [step, "_fold_kernel", "_scan_kernel"]
     assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
+
+
+@sm_90
+@pytest.mark.slow
+@pytest.mark.parametrize(("checkpoint_dtype", "seed"), [(INT8, 3), (FP8, None)], ids=str)
+def test_8_bits_compile(checkpoint_dtype, seed, compiled):
+    zeros = lambda *size, dtype=BF16: torch.zeros(*size, dtype=dtype)  # noqa: E731
+    new, B = zeros(2, 1, 1, 256), zeros(2, 1, 1, 16)
+    buffers = zeros(2, 1, 4, 256), zeros(2, 1, 4, 16), zeros(2, 1, 4, 256)
+    A, D, scale = zeros(1, 16, 256, dtype=F32), zeros(1, 256, dtype=F32), zeros(2, 1, 1, 256, dtype=F32)
+    owned = *buffers, A
+    checkpoint, positions = zeros(2, 1, 16, 256, dtype=checkpoint_dtype), zeros(5, 2).int()
+    how = {"dt_bias": D, "scale": scale, "seed": seed}
+    kernels.mamba1_step(positions, new, B, B, new, *owned, D, checkpoint, z=new, **how)
+    for inplace in (False, True):
+        kernels.mamba1_fold(positions, *owned, checkpoint, inplace=inplace, **how)
+    assert [name for name, _ in compiled] == ["_step_kernel", "_fold_kernel", "_fold_kernel"]

@@ -16,7 +16,10 @@ from cases import (
     BF16,
     F16,
     F32,
+    FP8,
+    INT8,
     INTERPRETED,
+    NAN,
     Layer,
     error,
     needs,
@@ -110,6 +113,76 @@ def test_dtypes(conv, dtype, checkpoint_dtype, device):
     y, expected = layer.advance(1, fold=0, out_dtype=None)  # rounded to the dtype of the activations
     limit = {F32: 1e-6, BF16: 8e-3 if device == "cpu" else 4e-3, F16: 5e-4}[dtype]
     assert error(y, expected) <= limit
+
+
+@needs
+@pytest.mark.parametrize("seed", [None, 2**32 - 5], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize(("dtype", "checkpoint_dtype"), [(BF16, INT8), (F32, FP8)], ids=str)
+def test_8_bits(dtype, checkpoint_dtype, seed, device):
+    """Steps, windows and flushes from rows with a scale, which is new after every flush."""
+    layer = Layer((2, 2, 1, 24, 48, 8), device, dtype, checkpoint_dtype, conv=4 if seed else 0, seen=6, first=6)
+    layer.rounding_seed = seed
+    play(layer, (1, 1, 4), fused=FUSED, seed=1)
+    layer.flush(layer.held.clamp(max=1))
+
+
+@needs
+@pytest.mark.parametrize(("checkpoint_dtype", "state"), [(INT8, "keep"), (INT8, "again"), (FP8, "stream")], ids=str)
+def test_8_bits_in_every_kind_of_configuration(state, checkpoint_dtype, device, monkeypatch):
+    monkeypatch.setattr(_configs, "OVERRIDE", Config(Tile(16, 1, 16, state=state), append_block=32))
+    for slots, lengths in ((5, (1, 1)), (20, (17, 1))):
+        layer = Layer((2, 1, 1, 24, 40, slots), device, BF16, checkpoint_dtype, first=slots - 2)
+        play(layer, lengths, seed=slots, fused=(False,), flushes=1.0)
+
+
+@on_gpu
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, FP8], ids=str)
+@pytest.mark.parametrize("name", [*LARGE])
+def test_8_bits_on_models_shapes(name, checkpoint_dtype, fused, device):
+    shape, options, lengths = LARGE[name]
+    play(Layer(shape, device, **options | {"checkpoint_dtype": checkpoint_dtype}), lengths, fused=(fused,))
+
+
+@needs
+@pytest.mark.parametrize("checkpoint_dtype", [BF16, F16, FP8, INT8], ids=str)
+def test_rounding_is_the_reference_s(checkpoint_dtype, device):
+    """The kernels' random bits, scales and roundings are those of `hf_replayssm.ops.quantize`, from the same sums."""
+    from hf_replayssm.ops import quantize
+
+    layer = Layer((2, 3, 1, 24, 40, 5), device, checkpoint_dtype=checkpoint_dtype, first=3, seen=11)
+    layer.advance(4, count=torch.tensor([4, 2], device=device))
+    fold = torch.tensor([3, 2], device=device)
+    storage = {} if layer.scale is None else {"scale": layer.scale}
+    cut_off = checkpoint_dtype == BF16 and device == "cpu"  # by the interpreter, what should go to the nearest
+    for seed in [4_000_000_000] if cut_off else [None, 4_000_000_000]:
+        owned = [layer.checkpoint.clone(), *(tensor.clone() for tensor in storage.values())]
+        copies = dict(zip(storage, owned[1:]))
+        arguments = layer.positions(0, fold), *layer.buffers(), layer.A, owned[0]
+        state = kernels.mamba2_fold(*arguments, **copies)
+        kernels.mamba2_fold(*arguments, **copies, seed=seed, inplace=True)
+        tokens = layer.seen - layer.held + fold
+        bits = None if seed is None else quantize.random_bits(seed, tokens, state.shape[1:], state.device)
+        values, scale = quantize.store(state, checkpoint_dtype, -1, bits)
+        if scale is not None:
+            assert error(copies["scale"].double(), scale.double()) <= 1e-6
+        different = owned[0].float() != values.float()
+        # (A GPU divides, and adds a product, in its own way: a number between two others may go to the other one.)
+        assert different.float().mean() <= (0.0 if device == "cpu" else 1e-3)
+
+
+@needs
+def test_rows_of_zeros_and_rows_that_are_not_finite(device):
+    """A row of zeros has no scale to divide by; a NaN is not rounded to a number, and stays in its row."""
+    layer = Layer((1, 1, 1, 16, 16, 4), device, checkpoint_dtype=INT8)
+    layer.advance(1)
+    layer.checkpoint[:, :, 3] = 0
+    layer.x_buffer[:, :, layer.first, 3] = 0.0
+    layer.scale[:, :, 5] = NAN
+    positions = layer.positions(0, 1)
+    kernels.mamba2_fold(positions, *layer.buffers(), layer.A, layer.checkpoint, scale=layer.scale, inplace=True)
+    assert layer.stored()[0, 0, 3].eq(0).all() and layer.scale[0, 0, 3] == 0
+    assert layer.stored().isnan().any(-1).nonzero()[:, 2].tolist() == [5]
 
 
 CONFIGS = {

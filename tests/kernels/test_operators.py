@@ -90,10 +90,10 @@ def test_torch_accepts_the_operators(tokens, device):
     step_inputs = [a[name] for name in STEP]
     decode_inputs = [a[name] for name in ("positions", "xBC", "dt", *CONV[2:], *DECODE[6:])]
     calls = {
-        "mamba2_step": (*step_inputs, *limits, None, None),
-        "mamba2_decode": (*decode_inputs[:-1], True, decode_inputs[-1], *limits, BF16, tokens == 1),
-        "mamba2_fold": tuple(a[name] for name in FOLD),
-        "mamba2_flush": tuple(a[name] for name in FOLD),
+        "mamba2_step": (*step_inputs, *limits, None, None, None, None),
+        "mamba2_decode": (*decode_inputs[:-1], True, decode_inputs[-1], *limits, None, None, BF16, tokens == 1),
+        "mamba2_fold": (*(a[name] for name in FOLD[:-1]), None, a["checkpoint"]),
+        "mamba2_flush": (*(a[name] for name in FOLD), None, 7),
         "causal_conv": (*(a[name] for name in CONV), True),
     }
     for name, inputs in calls.items():

@@ -417,3 +417,27 @@ def test_the_plot_has_a_line_per_geometry_and_dtype(tmp_path):
         plot_kernels.plot(json.loads(json.dumps(result)), picture)
     assert pictures[0].read_text() == pictures[1].read_text()
     assert "<svg" in pictures[0].read_text()
+
+
+def test_memory_of_a_sequence_by_hand():
+    args = bk.parse(["--checkpoint", "fp32", "int8", "--geometry", "Nemotron-H-8B", "--layers", "2", "--memory", "1"])
+    rows = {row["checkpoint"]: row for row in bk.memory_rows(args)}
+    elements, rows_of_state = 128 * 64 * 128, 128 * 64
+    assert rows["classic"]["state_bytes"] == rows["fp32"]["state_bytes"] == 2 * 4 * elements
+    assert rows["int8"]["state_bytes"] == 2 * (elements + 4 * rows_of_state)  # a float32 scale for each row
+    assert rows["classic"]["buffer_bytes"] == 0 < rows["int8"]["buffer_bytes"] == rows["fp32"]["buffer_bytes"]
+    assert rows["int8"]["sequences"] == 10**9 // rows["int8"]["bytes"] > 2 * rows["classic"]["sequences"]
+    assert case("int8").classic == case("fp32") and case("bf16").classic == case("bf16")
+
+
+@pytest.mark.parametrize("checkpoint", bk.SCALED)
+def test_what_8_bits_store_is_read_back(checkpoint):
+    bench = bk.Bench(None, None, "cpu", 1.0, 0)
+    one = case(checkpoint, 3, TINY)
+    state, scale = bench.state(one)
+    assert (
+        state.element_size() == 1 and scale.shape == (3, 4, 8, 1) and state.nbytes + scale.nbytes == bk.state_bytes(one)
+    )
+    values = bk.stored(state, scale, torch.tensor([2, 0]))
+    assert values.shape == (2, 4, 8, 16) and 0.5 < values.std() < 1.5
+    assert torch.equal(values[0], state[2].double() * scale[2].double())

@@ -25,6 +25,9 @@ what the product with the state is to be multiplied by.
 u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is
 read, and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that
 are counted from the newer one backwards: no cancellation, and never above 0.
+
+A checkpoint of 8 bits has a float32 scale for each column of V, (batch, value head, V): a product with a column takes
+it once, behind the sum over K. A flush finds the greatest number of each of its columns first, and then rounds.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from ._arithmetic import dot_16bit, leading_bits
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
+from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
 
 
 EPS = tl.constexpr(1e-6)
@@ -434,7 +438,7 @@ def _products(kq, wide_past, past, BLOCK_T: tl.constexpr):
     return result
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _step_kernel(
     positions_ptr,
     q_ptr,  # CONV: raw inputs; these as for _append_kernel, with FUSED
@@ -459,6 +463,8 @@ def _step_kernel(
     v_stride_b, v_stride_h,
     g_stride_b, g_stride_h,
     beta_stride_b, beta_stride_h,
+    scale_ptr,  # (batch, value head, V), of a checkpoint of 8 bits; else None
+    seed,  # of stochastic rounding; None: to the nearest
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -494,6 +500,7 @@ def _step_kernel(
     if not STREAM:
         at = head_state_ptr + c[:, None] * V + v[None, :]
         state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
+    scale = _load_scale(scale_ptr, b * HV + h, v, V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     is_new = count > 0
     new_c_ok = c < tl.where(is_new, K, 0)
@@ -567,8 +574,11 @@ def _step_kernel(
             for_k += tl.sum(by_k[:, None] * u, axis=0)
             for_q += tl.sum(by_q[:, None] * u, axis=0)
         decay = _decay(_total(elapsed, held, first, g, c, g_row_ptr, K, PER_CHANNEL))
-        wide = state.to(tl.float32)
+        wide = as_float32(state)
         more_k, more_q = _sum_rows(wide * (k * decay)[:, None], wide * (q * decay)[:, None])
+        if scale_ptr is not None:
+            more_k *= scale
+            more_q *= scale
         for_k += more_k
         for_q += more_q
     else:
@@ -591,7 +601,8 @@ def _step_kernel(
                 n = piece * ROWS + tl.arange(0, ROWS)
                 at = head_state_ptr + n[:, None] * V + v[None, :]
                 ok = (n < K)[:, None] & v_ok[None, :]
-                part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+                part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT)
+                part = as_float32(part)
                 k = tl.load(row_kq_ptr + n, mask=n < K, other=0.0).to(tl.float32)
                 q = tl.load(row_kq_ptr + K + n, mask=n < K, other=0.0).to(tl.float32)
                 k_rows += part * k[:, None]
@@ -600,10 +611,13 @@ def _step_kernel(
         else:
             k = tl.load(row_kq_ptr + c, mask=c_ok, other=0.0).to(tl.float32)
             q = tl.load(row_kq_ptr + K + c, mask=c_ok, other=0.0).to(tl.float32)
-            wide = state.to(tl.float32)
+            wide = as_float32(state)
             for_k, for_q = _sum_rows(wide * k[:, None], wide * q[:, None])
         for_k *= k_scale
         for_q *= q_scale
+        if scale_ptr is not None:
+            for_k *= scale
+            for_q *= scale
         if SLOTS <= BLOCK_J:
             more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
             for_k += more_k
@@ -622,39 +636,116 @@ def _step_kernel(
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
+        first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
         if PER_CHANNEL and not FUSED:
             if fold == held + 1:
                 row_keys_ptr = keys_ptr + (b * HV + h) * ((SLOTS + 1) * K)
                 if KEEP:
-                    whole = _folded_keys(state, c, fold, first, v_ok, row_keys_ptr, u_row_ptr, K, V, SLOTS, BLOCK_V,
-                                         BLOCK_J, BLOCK_K)  # fmt: skip
-                    whole_at = head_state_ptr + c[:, None] * V + v[None, :]
-                    tl.store(whole_at, whole.to(checkpoint_ptr.dtype.element_ty), mask=c_ok[:, None] & v_ok[None, :])
+                    whole = _folded_keys(state, c, fold, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V,
+                                         SLOTS, BLOCK_V, BLOCK_J, BLOCK_K)  # fmt: skip
+                    _store_columns(head_state_ptr, whole, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key,
+                                   K, V)  # fmt: skip
                 else:
-                    for piece in tl.range(0, PIECES, num_stages=3):
-                        rows = piece * ROWS + tl.arange(0, ROWS)
-                        rows_at = head_state_ptr + rows[:, None] * V + v[None, :]
-                        rows_ok = (rows < K)[:, None] & v_ok[None, :]
-                        whole = _folded_keys(tl.load(rows_at, mask=rows_ok, other=0.0), rows, fold, first, v_ok,
-                                             row_keys_ptr, u_row_ptr, K, V, SLOTS, BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
-                        tl.store(rows_at, whole.to(checkpoint_ptr.dtype.element_ty), mask=rows_ok)
+                    _fold_keys(head_state_ptr, row_keys_ptr, u_row_ptr, fold, first, v, scale, scale_ptr, b * HV + h, h,
+                               seed, first_key, second_key, K, V, SLOTS, BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
                 fold = tl.minimum(fold, 0)  # done
         if KEEP and not PER_CHANNEL:
             folded_u, weight, passed = _weighted_u(j, fold if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32),
                                                    v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL,
                                                    BLOCK_K)  # fmt: skip
-            folded = _folded(state, c, fold, first, folded_u, weight, passed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K,
-                             V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, BLOCK_K)  # fmt: skip
-            at = head_state_ptr + c[:, None] * V + v[None, :]
-            tl.store(at, folded.to(checkpoint_ptr.dtype.element_ty), mask=c_ok[:, None] & v_ok[None, :])
+            folded = _folded(state, c, fold, first, folded_u, weight, passed, v_ok, scale, scale_ptr, k_row_ptr,
+                             u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                             BLOCK_K)  # fmt: skip
+            _store_columns(head_state_ptr, folded, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key,
+                           K, V)  # fmt: skip
         elif fold > 0:
-            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
-                  K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
+                  b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                  ROWS)  # fmt: skip
 
 
 @triton.jit
-def _folded_keys(state, c, fold, first, v_ok, row_keys_ptr, u_row_ptr, K: tl.constexpr, V: tl.constexpr,
-                 SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+def _load_scale(scale_ptr, row_head, v, V: tl.constexpr):
+    """(BLOCK_V,): of columns v of a head's state; 1.0 where there are none."""
+    if scale_ptr is None:
+        return tl.full(v.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scale_ptr + row_head * V + v, mask=v < V, other=0.0)
+
+
+@triton.jit
+def _scaled(state, scale, scale_ptr):
+    """A state, or rows of it, as the numbers that it stands for."""
+    wide = as_float32(state)
+    if scale_ptr is not None:
+        wide *= scale[None, :]
+    return wide
+
+
+@triton.jit
+def _store_scale(scale_ptr, row_head, v, greatest, dtype: tl.constexpr, V: tl.constexpr):
+    """Stores the scales of columns v, given the bits of their greatest numbers; returns what to multiply them by."""
+    scale = scale_of(greatest.to(tl.float32, bitcast=True), dtype)
+    tl.store(scale_ptr + row_head * V + v, scale, mask=v < V)
+    return inverse_scale(scale)
+
+
+@triton.jit
+def _store_rows(out_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K: tl.constexpr, V: tl.constexpr):
+    """Rounds and stores rows c, columns v of a head's state; in 8 bits times `inverse` (BLOCK_V,) of the new scales."""
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        folded *= inverse[None, :]
+    place = (h * K + c)[:, None] * V + v[None, :]
+    tl.store(
+        out_ptr + c[:, None] * V + v[None, :],
+        rounded(folded, out_ptr.dtype.element_ty, place, first_key, second_key, seed is not None),
+        mask=(c < K)[:, None] & (v < V)[None, :],
+    )
+
+
+@triton.jit
+def _store_columns(
+    head_state_ptr, folded, c, v, scale_ptr, row_head, h, seed, first_key, second_key, K: tl.constexpr, V: tl.constexpr
+):
+    """Columns v of a head's state, all rows c of them; in 8 bits with their new scales."""
+    inverse = tl.full(v.shape, 1.0, tl.float32)
+    if scale_ptr is not None:
+        greatest = tl.max(absolute_bits(folded), axis=0)
+        inverse = _store_scale(scale_ptr, row_head, v, greatest, head_state_ptr.dtype.element_ty, V)
+    _store_rows(head_state_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
+
+
+@triton.jit
+def _fold_keys(head_state_ptr, row_keys_ptr, u_row_ptr, count, first, v, scale, scale_ptr, row_head, h, seed, first_key,
+               second_key, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr, BLOCK_V: tl.constexpr,
+               BLOCK_J: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """As `_fold`, of all `count` places, with the keys that `_append_kernel` has left."""
+    PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
+    v_ok = v < V
+    inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
+    if scale_ptr is not None:
+        greatest = tl.zeros((BLOCK_V,), tl.int32)
+        for piece in tl.range(0, PIECES, num_stages=3):
+            c = piece * ROWS + tl.arange(0, ROWS)
+            ok = (c < K)[:, None] & v_ok[None, :]
+            state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
+            folded = _folded_keys(state, c, count, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V, SLOTS,
+                                  BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
+            greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
+        inverse = _store_scale(scale_ptr, row_head, v, greatest, head_state_ptr.dtype.element_ty, V)
+    for piece in tl.range(0, PIECES, num_stages=3):
+        c = piece * ROWS + tl.arange(0, ROWS)
+        ok = (c < K)[:, None] & v_ok[None, :]
+        state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
+        folded = _folded_keys(state, c, count, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V, SLOTS,
+                              BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
+        _store_rows(head_state_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
+
+
+@triton.jit
+def _folded_keys(state, c, fold, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K: tl.constexpr,
+                 V: tl.constexpr, SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
+                 ROWS: tl.constexpr):  # fmt: skip
     """
     Rows c (ROWS,) of a state after all places, `fold` of them, whose keys `_append_kernel` has left as they decay up to
     the newest, and in the last row what the state decays by.
@@ -668,7 +759,7 @@ def _folded_keys(state, c, fold, first, v_ok, row_keys_ptr, u_row_ptr, K: tl.con
         keys = tl.load(at, mask=(place < fold)[None, :] & (c < K)[:, None], other=0.0)
         inputs = _dot(keys, u, inputs)
     decay = tl.load(row_keys_ptr + SLOTS * K + c, mask=c < K, other=0.0)
-    return decay[:, None] * state.to(tl.float32) + inputs
+    return decay[:, None] * _scaled(state, scale, scale_ptr) + inputs
 
 
 @triton.jit
@@ -700,6 +791,13 @@ def _fold(
     count,
     first,
     v,
+    scale,  # (BLOCK_V,), of a checkpoint of 8 bits
+    scale_ptr,
+    row_head,
+    h,
+    seed,
+    first_key,
+    second_key,
     K: tl.constexpr,
     V: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -711,7 +809,8 @@ def _fold(
 ):
     """
     Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time; the next are
-    under way into shared memory, so that no registers hold them.
+    under way into shared memory, so that no registers hold them. In 8 bits the rows are folded twice: what is greatest
+    in a column is known behind the last of them only.
     """
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
     v_ok = v < V
@@ -719,18 +818,29 @@ def _fold(
     u, weight, elapsed = _weighted_u(tl.arange(0, BLOCK_J), count if SLOTS <= BLOCK_J else 0, first,
                                      tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
                                      PER_CHANNEL, BLOCK_K)  # fmt: skip
+    inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        greatest = tl.zeros((BLOCK_V,), tl.int32)
+        for piece in tl.range(0, PIECES, num_stages=3):
+            c = piece * ROWS + tl.arange(0, ROWS)
+            ok = (c < K)[:, None] & v_ok[None, :]
+            state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
+            folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr, u_row_ptr,
+                             g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+            greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
+        inverse = _store_scale(scale_ptr, row_head, v, greatest, out_ptr.dtype.element_ty, V)
     for piece in tl.range(0, PIECES, num_stages=3):
         c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-        folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
-                         PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
-        tl.store(out_ptr + c[:, None] * V + v[None, :], folded.to(out_ptr.dtype.element_ty), mask=ok)
+        folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr, u_row_ptr,
+                         g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+        _store_rows(out_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
 
 
 @triton.jit
-def _folded(state, c, count, first, u, weight, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K: tl.constexpr,
-            V: tl.constexpr, SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_V: tl.constexpr,
+def _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr, u_row_ptr, g_row_ptr,
+            K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_V: tl.constexpr,
             BLOCK_K: tl.constexpr, BLOCK_J: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     """
     Rows c (ROWS,) of a state after the `count` oldest places of the buffer. `u`, `weight` and `elapsed` are those of
@@ -754,10 +864,10 @@ def _folded(state, c, count, first, u, weight, elapsed, v_ok, k_row_ptr, u_row_p
                                        g_row_ptr, K, SLOTS, PER_CHANNEL)  # fmt: skip
     if PER_CHANNEL:
         decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
-        folded = decay[:, None] * state.to(tl.float32) + inputs
+        folded = decay[:, None] * _scaled(state, scale, scale_ptr) + inputs
     else:
         decay = _decay(passed + tl.load(g_row_ptr + first, mask=count > 0, other=0.0))
-        folded = decay * state.to(tl.float32) + inputs
+        folded = decay * _scaled(state, scale, scale_ptr) + inputs
     return folded
 
 
@@ -794,7 +904,7 @@ def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_ro
     return inputs, time
 
 
-@triton.jit(do_not_specialize=["batch", "T", "t0"])
+@triton.jit(do_not_specialize=["batch", "T", "t0", "seed"])
 def _window_kernel(
     positions_ptr,
     v_ptr,  # (batch, T, value head, V)
@@ -811,6 +921,8 @@ def _window_kernel(
     beta_stride_b, beta_stride_t, beta_stride_h,
     T,
     t0,  # the first new token of this launch
+    scale_ptr,
+    seed,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -836,6 +948,7 @@ def _window_kernel(
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
+    scale = _load_scale(scale_ptr, b * HV + h, v, V)
     if WAITS:
         wait_for_previous()
     row = tl.arange(0, 2 * BLOCK_T)  # in turns k and q of the tokens
@@ -859,7 +972,11 @@ def _window_kernel(
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
         kq = tl.load(row_kq_ptr + c[None, :], mask=row_ok[:, None] & (c < K)[None, :], other=0.0)
+        if scale_ptr is not None:  # 8 bits are exact in bfloat16
+            state = as_float32(state).to(tl.bfloat16)
         from_state = _dot(kq, state, from_state)
+    if scale_ptr is not None:
+        from_state *= scale[None, :]
     if SLOTS <= BLOCK_J:
         from_buffer = _dot(scores, old_u, from_buffer)
     else:
@@ -901,11 +1018,13 @@ def _window_kernel(
     if FLUSH:
         if fold > 0:
             tl.debug_barrier()  # tokens of this window may be folded, too
-            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v,
-                  K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
+            first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
+            _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
+                  b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                  ROWS)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _fold_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -914,6 +1033,8 @@ def _fold_kernel(
     g_buffer_ptr,
     out_ptr,  # (batch, value head, K, V), or the checkpoint itself
     batch,
+    scale_ptr,
+    seed,
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -931,9 +1052,11 @@ def _fold_kernel(
     fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
     if (fold > 0) | (not INPLACE):
         head = (b * HV + h) * (K * V)
+        first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
         _fold(
             checkpoint_ptr + head, out_ptr + head, k_buffer_ptr + (b * HK + m) * (SLOTS * K),
             u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v,
             g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1)), fold, tl.load(positions_ptr + batch + b),
-            v, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
+            v, _load_scale(scale_ptr, b * HV + h, v, V), scale_ptr, b * HV + h, h, seed, first_key, second_key, K, V,
+            SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
         )  # fmt: skip

@@ -11,6 +11,7 @@ from ._positions import ROWS
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of a checkpoint alone, with scales
 
 
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
@@ -100,6 +101,53 @@ def check_owned(name: str, tensor: torch.Tensor, shape: tuple[int, ...], like: t
     check(name, tensor, shape, like)
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous (it is written in place): allocate it so.")
+
+
+def check_checkpoint(
+    checkpoint: torch.Tensor, dims: int, scale_dim: int, scale: torch.Tensor | None, seed: int | None
+) -> torch.Size:
+    """
+    The checkpoint, its scales, and the seed of stochastic rounding; returns the checkpoint's shape. `scale_dim` is the
+    dimension of those numbers that share a scale.
+    """
+    scaled = checkpoint.dtype in SCALED_DTYPES
+    if scaled:
+        _check_shape("checkpoint", checkpoint, (None,) * dims, checkpoint)
+    else:
+        check("checkpoint", checkpoint, (None,) * dims, checkpoint)
+    if not checkpoint.is_contiguous():
+        raise ValueError("checkpoint must be contiguous (it is written in place): allocate it so.")
+    if scaled != (scale is not None):
+        raise ValueError(
+            f"`scale` belongs to a checkpoint in int8 or float8_e4m3fn: {'pass' if scaled else 'leave out'} it with "
+            f"{checkpoint.dtype}."
+        )
+    if scaled:
+        if checkpoint.dtype == torch.float8_e4m3fn and not has_float8(checkpoint.device):
+            raise ValueError(f"{checkpoint.device} has no float8_e4m3fn: store the checkpoint in int8.")
+        shape = list(checkpoint.shape)
+        shape[scale_dim] = 1
+        check_owned("scale", scale, tuple(shape), checkpoint)
+        if scale.dtype != torch.float32:
+            raise ValueError(f"scale must be float32, not {scale.dtype}.")
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32):
+        raise ValueError(f"`seed` is an integer from 0 to 2^32 - 1, or None to round to the nearest, not {seed!r}.")
+    return checkpoint.shape
+
+
+@functools.cache
+def has_float8(device: torch.device) -> bool:
+    """Whether kernels on the device read and write float8_e4m3fn."""
+    if device.type != "cuda":
+        return True
+    if torch.version.hip is not None:
+        return "gfx950" in torch.cuda.get_device_properties(device).gcnArchName
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def as_int32(seed: int | None) -> int | None:
+    """A seed below 2^32 with the same bits as a signed number: one type of argument for all of them."""
+    return seed if seed is None or seed < 2**31 else seed - 2**32
 
 
 def check_options(tokens: int, out_dtype: torch.dtype | None, fused: bool | None = None) -> None:

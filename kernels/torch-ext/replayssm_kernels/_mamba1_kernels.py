@@ -13,6 +13,8 @@ thread). x and dt (batch, group, slot, P), B (batch, group, slot, N).
 
 A tile is N columns by BLOCK_P channels of a group, for one row after the other: A stays in registers for all of them.
 The loads of AHEAD tokens are under way before the first is used.
+
+A checkpoint of 8 bits has a float32 scale for each channel, (batch, group, P), which all its columns share.
 """
 
 from __future__ import annotations
@@ -23,13 +25,14 @@ import triton.language as tl
 from ._arithmetic import silu
 from ._overlap import wait_for_previous
 from ._positions import ring_slot, row_positions
+from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 UNROLLED = tl.constexpr(6)  # slots of a buffer whose tokens a step asks for all at once
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])
+@triton.jit(do_not_specialize=["batch", "rows", "seed"])
 def _step_kernel(
     positions_ptr,  # (5, batch)
     x_ptr,  # (batch, 1, group, P)
@@ -52,6 +55,8 @@ def _step_kernel(
     b_stride_b, b_stride_t, b_stride_g,
     c_stride_b, c_stride_t, c_stride_g,
     z_stride_b, z_stride_t, z_stride_g, z_stride_p,
+    scale_ptr,  # (batch, group, P), of a checkpoint of 8 bits; else None
+    seed,  # of stochastic rounding; None: to the nearest
     G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -87,7 +92,8 @@ def _step_kernel(
         b = tl.cast(row, tl.int64)
         # The state and the new token first: they do not depend on where the row stands.
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
-        S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        S = as_float32(tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT))
+        S = _with_scale(S, scale_ptr, b * G + g, p, P)
         x, dt, B, C, z = _load_token(
             x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p,
             dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p,
@@ -127,17 +133,17 @@ def _step_kernel(
                         )
                     S = _advance(S, x_held, dt_held, B_held, A, bias, RAW)
                     if j + 1 == fold:
-                        tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+                        _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
         else:
             S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
-                        N, P, SLOTS, RAW, AHEAD)  # fmt: skip
+                        scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW, AHEAD)  # fmt: skip
         if count > 0:
             _new_token(S, x, dt, B, C, z, held, fold, ring_slot(first, held, SLOTS), state_at,
                        y_ptr + (b * G + g) * P + p, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok,
-                       N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+                       n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "T"])
+@triton.jit(do_not_specialize=["batch", "rows", "T", "seed"])
 def _window_kernel(
     positions_ptr,  # these as for _step_kernel
     x_ptr,  # (batch, T, group, P)
@@ -161,6 +167,8 @@ def _window_kernel(
     b_stride_b, b_stride_t, b_stride_g,
     c_stride_b, c_stride_t, c_stride_g,
     z_stride_b, z_stride_t, z_stride_g, z_stride_p,
+    scale_ptr,
+    seed,
     G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -185,7 +193,8 @@ def _window_kernel(
     for row in range(row0, tl.minimum(row0 + rows, batch)):
         b = tl.cast(row, tl.int64)
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
-        S = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        S = as_float32(tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT))
+        S = _with_scale(S, scale_ptr, b * G + g, p, P)
         first, held, count, fold = next_first, next_held, tl.minimum(next_count, T), next_fold
         next_row = tl.minimum(row + 1, batch - 1)
         next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
@@ -202,7 +211,8 @@ def _window_kernel(
 
         if STAGES > 1:
             S = _replay_in_stages(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok,
-                                  n_ok, p_ok, N, P, SLOTS, RAW, STAGES)  # fmt: skip
+                                  n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW,
+                                  STAGES)  # fmt: skip
             for t in tl.range(0, count, num_stages=STAGES):
                 far = tl.cast(t, tl.int64)
                 x, dt, B, C, z = _load_token(
@@ -211,14 +221,15 @@ def _window_kernel(
                 )  # fmt: skip
                 S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
                                y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                               B_ok, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+                               B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
+                               RAW)  # fmt: skip
         else:
             # The first new token before the held ones: its inputs are under way while these are replayed.
             x, dt, B, C, z = _load_token(x_row_ptr, dt_row_ptr, b_row_ptr, c_row_ptr, z_row_ptr,
                                          p < tl.where(count > 0, P, 0), n < tl.where(count > 0, N, 0), HAS_Z,
                                          RAW)  # fmt: skip
             S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
-                        N, P, SLOTS, RAW, AHEAD)  # fmt: skip
+                        scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW, AHEAD)  # fmt: skip
             for t in range(count):
                 more = t + 1 < count  # (masked loads do not touch memory)
                 next_t = tl.cast(t + 1, tl.int64)
@@ -229,14 +240,16 @@ def _window_kernel(
                 )  # fmt: skip
                 S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
                                y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                               B_ok, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+                               B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
+                               RAW)  # fmt: skip
                 x, dt, B, C, z = next_x, next_dt, next_B, next_C, next_z
 
 
 @triton.jit
 def _new_token(
     S, x, dt, B, C, z, place, fold, slot, state_at, y_at, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-    B_ok, N: tl.constexpr, P: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
+    B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """
     The state behind a new token, whose output is stored and which is appended at its place in the buffer: unless this
@@ -250,11 +263,35 @@ def _new_token(
         tl.store(dt_held_ptr + slot * P, dt, mask=p_ok)
         tl.store(b_held_ptr + slot * N, B, mask=B_ok)
     if place + 1 == fold:
-        tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+        _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S
 
 
-@triton.jit(do_not_specialize=["batch", "rows"])
+@triton.jit
+def _with_scale(S, scale_ptr, row_group, p, P: tl.constexpr):
+    """What was stored of channels p, with their scales where it has some."""
+    if scale_ptr is not None:
+        S *= tl.load(scale_ptr + row_group * P + p, mask=p < P, other=0.0)[None, :]
+    return S
+
+
+@triton.jit
+def _store_state(
+    S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
+    """The state behind `fold` tokens as the checkpoint stores it."""
+    dtype = state_at.dtype.element_ty
+    if dtype.primitive_bitwidth == 8:
+        scale = scale_of(tl.max(absolute_bits(S), axis=0).to(tl.float32, bitcast=True), dtype)
+        tl.store(scale_ptr + (b * G + g) * P + p, scale, mask=p < P)
+        S *= inverse_scale(scale)[None, :]
+    first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
+    place = (g * N + n)[:, None] * P + p[None, :]
+    tl.store(state_at, rounded(S, dtype, place, first_key, second_key, seed is not None), mask=ok)
+
+
+@triton.jit(do_not_specialize=["batch", "rows", "seed"])
 def _fold_kernel(
     positions_ptr,
     x_buffer_ptr,
@@ -266,6 +303,8 @@ def _fold_kernel(
     out_ptr,  # (batch, group, N, P), or the checkpoint itself
     batch,
     rows,
+    scale_ptr,
+    seed,
     G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
@@ -287,13 +326,15 @@ def _fold_kernel(
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
         if (fold > 0) | (not INPLACE):
             at = (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
-            S = tl.load(checkpoint_ptr + at, mask=ok, other=0.0).to(tl.float32)
+            S = as_float32(tl.load(checkpoint_ptr + at, mask=ok, other=0.0))
+            S = _with_scale(S, scale_ptr, b * G + g, p, P)
             S = _replay(
                 S, checkpoint_ptr + at, x_buffer_ptr + (b * G + g) * (SLOTS * P) + p,
                 dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p, b_buffer_ptr + (b * G + g) * (SLOTS * N) + n,
-                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, N, P, SLOTS, RAW, AHEAD,
+                tl.load(positions_ptr + batch + b), fold, 0, A, bias, ok, n, p, scale_ptr, seed, positions_ptr, b,
+                batch, g, G, N, P, SLOTS, RAW, AHEAD,
             )  # fmt: skip
-            tl.store(out_ptr + at, S.to(out_ptr.dtype.element_ty), mask=ok)
+            _store_state(S, out_ptr + at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
 
 
 @triton.jit(do_not_specialize=["batch", "T"])
@@ -507,6 +548,13 @@ def _replay(
     ok,
     n,
     p,
+    scale_ptr,  # these as for `_store_state`
+    seed,
+    positions_ptr,
+    b,
+    batch,
+    g,
+    G: tl.constexpr,
     N: tl.constexpr,
     P: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -526,19 +574,20 @@ def _replay(
                 x, dt, B = tokens[u]
                 S = _advance(S, x, dt, B, A, bias, RAW)
                 if j0 + u + 1 == fold:
-                    tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+                    _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S
 
 
 @triton.jit
 def _replay_in_stages(
-    S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n_ok, p_ok, N: tl.constexpr,
-    P: tl.constexpr, SLOTS: tl.constexpr, RAW: tl.constexpr, STAGES: tl.constexpr,
+    S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p, scale_ptr, seed,
+    positions_ptr, b, batch, g, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr,
+    RAW: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """As `_replay`. The next tokens are under way, into shared memory, while one is computed."""
     for j in tl.range(0, end, num_stages=STAGES):
-        x, dt, B = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, ring_slot(first, j, SLOTS), p_ok, n_ok, N, P)
+        x, dt, B = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, ring_slot(first, j, SLOTS), p < P, n < N, N, P)
         S = _advance(S, x, dt, B, A, bias, RAW)
         if j + 1 == fold:
-            tl.store(state_at, S.to(state_at.dtype.element_ty), mask=ok)
+            _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S

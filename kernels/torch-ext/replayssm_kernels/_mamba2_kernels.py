@@ -18,6 +18,9 @@ Layouts: checkpoint (batch, head, P, N); x (batch, head, slot, P), B (batch, gro
 float32; the ring of raw inputs (batch, ring, channels), channels being x of all heads, B of all groups, C of all
 groups. Differences pre_t - pre_j are summed from the newest token backwards: no cancellation, and A times them is never
 above 0.
+
+A checkpoint of 8 bits has a float32 scale for each of its rows, (batch, head, P): a product with a row takes it once,
+behind the sum. A flush finds the greatest number of each of its rows first, and then rounds (`_rounding.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from ._arithmetic import dot_16bit, dot_float32_by_16bit, dot_for_output, final_
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
+from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
 
 
 @triton.jit(do_not_specialize=["batch", "T", "t0"])
@@ -186,7 +190,7 @@ def _scores(C, B, BLOCK_T: tl.constexpr):
     return tl.trans(acc)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _step_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -200,6 +204,8 @@ def _step_kernel(
     y_ptr,  # (batch, 1, head, P)
     batch,
     c_stride_b, c_stride_t, c_stride_g,
+    scale_ptr,  # (batch, head, P), of a checkpoint of 8 bits; else None
+    seed,  # of stochastic rounding; None: to the nearest
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -222,6 +228,7 @@ def _step_kernel(
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     if not STREAM:
         state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
+    scale = _load_scale(scale_ptr, b * H + h, p, P)
     if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
@@ -254,7 +261,7 @@ def _step_kernel(
             ok = p_ok[:, None] & (n < N)[None, :]
             state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
             C = tl.load(c_group_ptr + n, mask=n < N, other=0.0)
-            products += state.to(tl.float32) * C.to(tl.float32)[None, :]
+            products += as_float32(state) * C.to(tl.float32)[None, :]
     if SLOTS <= BLOCK_J:
         y, elapsed = _add_inputs(y, elapsed, j, end, x, dt, scores, A, D)
     else:
@@ -266,12 +273,13 @@ def _step_kernel(
             y, elapsed = _add_inputs(y, elapsed, place, end, x, dt, scores, A, D)
     if not STREAM:
         for part in tl.static_range(PARTS):
-            products += state[part].to(tl.float32) * C[part][None, :]
-    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
+            products += as_float32(state[part]) * C[part][None, :]
+    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * (tl.sum(products, axis=1) * scale)
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
     if fold > 0:
         _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_row_ptr, b_group_ptr, dt_row_ptr, fold,
-              first, A, p, KEEP, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+              first, A, p, scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, KEEP, P, N, SLOTS, BLOCK_P,
+              BLOCK_J, COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -298,7 +306,7 @@ def _tile(tile, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.c
     return (row_head // H).to(tl.int64), h, h // (H // G), (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _fused_kernel(
     positions_ptr,
     x_ptr,  # these as for _append_kernel
@@ -323,6 +331,8 @@ def _fused_kernel(
     b_stride_b, b_stride_g,
     c_stride_b, c_stride_g,
     dt_stride_b, dt_stride_h,
+    scale_ptr,
+    seed,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -350,6 +360,7 @@ def _fused_kernel(
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
+    scale = _load_scale(scale_ptr, b * H + h, p, P)
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
@@ -423,13 +434,14 @@ def _fused_kernel(
         y, elapsed = _add_inputs(y, elapsed, place, held, x_block, dt_block, tl.sum(products, axis=1), A, 0.0)
     products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
     for part in tl.static_range(PARTS):
-        products += state[part].to(tl.float32) * C[part][None, :]
-    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * tl.sum(products, axis=1)
+        products += as_float32(state[part]) * C[part][None, :]
+    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * (tl.sum(products, axis=1) * scale)
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(head_state_ptr, head_state_ptr, state, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p,
-              True, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+        _fold(head_state_ptr, head_state_ptr, state, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p, scale,
+              scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, True, P, N, SLOTS, BLOCK_P, BLOCK_J,
+              COLUMNS)  # fmt: skip
 
 
 @triton.jit
@@ -442,6 +454,15 @@ def _load_state(head_state_ptr, p, P: tl.constexpr, N: tl.constexpr, COLUMNS: tl
         at = head_state_ptr + p[:, None] * N + n[None, :]
         state = state + (tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT),)
     return state
+
+
+@triton.jit
+def _load_scale(scale_ptr, row_head, p, P: tl.constexpr):
+    """(BLOCK_P,): of rows p of a head's state; 1.0 where there are none."""
+    if scale_ptr is None:
+        return tl.full(p.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scale_ptr + row_head * P + p, mask=p < P, other=0.0)
 
 
 @triton.jit
@@ -473,6 +494,14 @@ def _fold(
     first,
     A,
     p,
+    scale,  # (BLOCK_P,), of a checkpoint of 8 bits
+    scale_ptr,
+    row_head,
+    h,
+    seed,
+    positions_ptr,
+    b,
+    batch,
     KEPT: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
@@ -484,27 +513,75 @@ def _fold(
     """
     Stores the state after the `count` oldest places of the buffer. With KEPT it is taken from registers. Otherwise it
     is read (again, where the output has just read it): all parts of its columns are under way into shared memory
-    before the first is used, so that no registers hold it.
+    before the first is used, so that no registers hold it. In 8 bits the parts are folded twice: what is greatest in a
+    row is known behind the last of them only.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
+    HAS_SCALE: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 8
     j = tl.arange(0, BLOCK_J)
     slot, x, dt = _buffered(j, count if SLOTS <= BLOCK_J else 0, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
     weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
+    inverse = tl.full((BLOCK_P,), 1.0, tl.float32)
+    first_key, second_key = random_keys(seed, positions_ptr, b, batch, count)
     if KEPT:
         B = ()
         for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
             B = B + (_buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS),)
+        if HAS_SCALE:
+            greatest = tl.zeros((BLOCK_P,), tl.int32)
+            for part in tl.static_range(PARTS):
+                folded = _folded_part(part, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr,
+                                      count, first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+                greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
+            inverse = _store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
         for part in tl.static_range(PARTS):
-            _fold_part(part, out_ptr, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
-                       first, A, p, j, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            folded = _folded_part(part, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr,
+                                  count, first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
     else:
+        if HAS_SCALE:
+            greatest = tl.zeros((BLOCK_P,), tl.int32)
+            for part in tl.range(0, PARTS, num_stages=PARTS + 1):
+                n = part * COLUMNS + tl.arange(0, COLUMNS)
+                ok = (p < P)[:, None] & (n < N)[None, :]
+                again = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0)
+                B = _buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS)
+                folded = _folded_part(part, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
+                                      first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+                greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
+            inverse = _store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
         for part in tl.range(0, PARTS, num_stages=PARTS + 1):
             n = part * COLUMNS + tl.arange(0, COLUMNS)
             ok = (p < P)[:, None] & (n < N)[None, :]
             again = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0)
             B = _buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS)
-            _fold_part(part, out_ptr, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
-                       first, A, p, j, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            folded = _folded_part(part, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
+                                  first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
+            _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
+
+
+@triton.jit
+def _store_scale(scale_ptr, row_head, p, greatest, dtype: tl.constexpr, P: tl.constexpr):
+    """Stores the scales of rows p, given the bits of their greatest numbers, and returns what to multiply rows by."""
+    scale = scale_of(greatest.to(tl.float32, bitcast=True), dtype)
+    tl.store(scale_ptr + row_head * P + p, scale, mask=p < P)
+    return inverse_scale(scale)
+
+
+@triton.jit
+def _store_part(
+    part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P: tl.constexpr, N: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    n = part * COLUMNS + tl.arange(0, COLUMNS)
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        folded *= inverse[:, None]
+    place = ((h * P + p) * N)[:, None] + n[None, :]
+    tl.store(
+        out_ptr + p[:, None] * N + n[None, :],
+        rounded(folded, out_ptr.dtype.element_ty, place, first_key, second_key, seed is not None),
+        mask=(p < P)[:, None] & (n < N)[None, :],
+    )
 
 
 @triton.jit
@@ -519,12 +596,12 @@ def _buffered_B(
 
 
 @triton.jit
-def _fold_part(
-    part, out_ptr, state, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count, first, A, p, j,
+def _folded_part(
+    part, state, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count, first, A, p, j, scale,
     P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Stores a part of the columns. `B`, `weighted` and `time` serve where BLOCK_J spans the buffer."""
+    """A part of the columns, float32. `B`, `weighted` and `time` serve where BLOCK_J spans the buffer."""
     n = part * COLUMNS + tl.arange(0, COLUMNS)
     inputs = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
     if SLOTS <= BLOCK_J:
@@ -539,12 +616,8 @@ def _fold_part(
             ok = (place < count)[:, None] & (n < N)[None, :]
             B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
             inputs = dot_float32_by_16bit(weighted, B_block, inputs)
-    folded = tl.exp(tl.minimum(A * time, 0.0)) * state.to(tl.float32) + inputs
-    tl.store(
-        out_ptr + p[:, None] * N + n[None, :],
-        folded.to(out_ptr.dtype.element_ty),
-        mask=(p < P)[:, None] & (n < N)[None, :],
-    )
+    decay = tl.exp(tl.minimum(A * time, 0.0)) * scale
+    return decay[:, None] * as_float32(state) + inputs
 
 
 @triton.jit
@@ -558,7 +631,7 @@ def _weighted_inputs(place, count, x, dt, A, after_all):
     return tl.trans(x.to(tl.float32) * weight[:, None]), after_all + tl.sum(dt, axis=0)
 
 
-@triton.jit(do_not_specialize=["batch", "T"])
+@triton.jit(do_not_specialize=["batch", "T", "seed"])
 def _window_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -573,6 +646,8 @@ def _window_kernel(
     batch,
     c_stride_b, c_stride_t, c_stride_g,
     T,
+    scale_ptr,
+    seed,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -597,6 +672,7 @@ def _window_kernel(
     p_ok = p < P
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
+    scale = _load_scale(scale_ptr, b * H + h, p, P)
     if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
@@ -627,6 +703,8 @@ def _window_kernel(
         state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0, eviction_policy=EVICT)
         at = b * c_stride_b + g * c_stride_g + t[None, :] * c_stride_t + n[:, None]
         C = tl.load(c_ptr + at, mask=t_ok[None, :] & (n < N)[:, None], other=0.0)
+        if state.dtype.primitive_bitwidth == 8:  # exact in any of the others
+            state = as_float32(state).to(C.dtype)
         y_state = dot_for_output(state.to(tl.float32) if C.dtype == tl.float32 else state, C, y_state)
 
         place = end - (turn + 1) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -641,7 +719,7 @@ def _window_kernel(
         weight += tl.where(place[:, None] == held + t[None, :], D, 0.0)
         y = dot_for_output(x, weight, y)
         elapsed += tl.sum(dt, axis=0)
-    y += tl.exp(tl.minimum(A * (elapsed - behind_t), 0.0))[None, :] * y_state
+    y += tl.exp(tl.minimum(A * (elapsed - behind_t), 0.0))[None, :] * (y_state * scale[:, None])
     tl.store(
         y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
         y.to(y_ptr.dtype.element_ty),
@@ -653,10 +731,11 @@ def _window_kernel(
     if FLUSH:
         if fold > 0:
             _fold(head_state_ptr, head_state_ptr, 0, tl.trans(x_row_ptr), b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  False, P, N, SLOTS, BLOCK_P, BLOCK_J, FOLD_COLUMNS)  # fmt: skip
+                  scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, False, P, N, SLOTS, BLOCK_P, BLOCK_J,
+                  FOLD_COLUMNS)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit(do_not_specialize=["batch", "seed"])
 def _fold_kernel(
     positions_ptr,
     checkpoint_ptr,
@@ -666,6 +745,8 @@ def _fold_kernel(
     a_ptr,
     out_ptr,  # (batch, head, P, N), or the checkpoint itself
     batch,
+    scale_ptr,
+    seed,
     H: tl.constexpr,
     G: tl.constexpr,
     P: tl.constexpr,
@@ -696,5 +777,6 @@ def _fold_kernel(
                 checkpoint_ptr + head, out_ptr + head, 0,
                 x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :], b_buffer_ptr + (b * G + g) * (SLOTS * N),
                 dt_buffer_ptr + (b * H + h) * SLOTS, fold, tl.load(positions_ptr + batch + b),
-                tl.load(a_ptr + h).to(tl.float32), p, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                tl.load(a_ptr + h).to(tl.float32), p, _load_scale(scale_ptr, b * H + h, p, P), scale_ptr, b * H + h, h,
+                seed, positions_ptr, b, batch, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

@@ -18,8 +18,10 @@ from ._configs import Config, Tile, fit
 from ._conv import PIECE, Convolution, check_conv
 from ._gated_delta_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
 from ._launch import (
+    as_int32,
     cdiv,
     check,
+    check_checkpoint,
     check_options,
     check_owned,
     check_positions,
@@ -47,6 +49,8 @@ def gated_delta_step(
     *,
     out_dtype: torch.dtype | None = None,
     fused: bool | None = None,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
     Appends t new tokens to the buffer and returns their outputs; rows that are told to fold some of their oldest
@@ -59,9 +63,12 @@ def gated_delta_step(
         g (b, t, h[, k]): final log decay, <= 0. beta (b, t, h): final. Both of any dtype, computed with in float32.
         k_buffer (b, m, s, k), u_buffer (b, h, s, v) float32, g_buffer (b, h, s[, k]) float32: the buffer, contiguous;
             written. It needs s >= HELD + COUNT slots in every row. k in it is raw.
-        checkpoint (b, h, k, v): contiguous, float32, bfloat16 or float16; rows with FOLD > 0 are written.
+        checkpoint (b, h, k, v): contiguous, float32, bfloat16, float16, or with `scale` int8 or float8_e4m3fn; rows
+            with FOLD > 0 are written.
         out_dtype: of the result; that of `v` by default.
         fused: one launch (possible for t = 1) or two; None lets the configuration choose.
+        scale (b, h, 1, v): contiguous, float32: what each column of a checkpoint of 8 bits is times. Written with it.
+        seed: of stochastic rounding of what is written to the checkpoint, an integer below 2^32; None: to nearest.
 
     Returns: y (b, t, h, v). Sums are float32. Tokens from a row's COUNT on are not appended and their output is
     unspecified.
@@ -69,7 +76,7 @@ def gated_delta_step(
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not fit together.
     """
-    _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint)
+    _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed)
     batch, heads, key_dim, value_dim = checkpoint.shape
     key_heads = k_buffer.shape[1]
     check("q", q, (batch, None, key_heads, key_dim), checkpoint)
@@ -80,7 +87,8 @@ def gated_delta_step(
         check_same_dtype(name, tensor, k_buffer, "k_buffer")
     _check_gates(g, beta, tokens, g_buffer, checkpoint)
     check_options(tokens, out_dtype, fused)
-    return _step_op(positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, checkpoint, out_dtype, fused)
+    return _step_op(positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed, out_dtype,
+                    fused)  # fmt: skip
 
 
 def gated_delta_decode(
@@ -99,6 +107,8 @@ def gated_delta_decode(
     activation: str | None = "silu",
     out_dtype: torch.dtype | None = None,
     fused: bool | None = None,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
     [`gated_delta_step`] with the causal convolution and its activation in front.
@@ -112,7 +122,7 @@ def gated_delta_decode(
 
     Returns: y (b, t, h, v).
     """
-    _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint)
+    _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed)
     batch, heads, key_dim, value_dim = checkpoint.shape
     channels = 2 * k_buffer.shape[1] * key_dim + heads * value_dim
     check("qkv", qkv, (batch, None, channels), checkpoint)
@@ -122,7 +132,7 @@ def gated_delta_decode(
     _check_gates(g, beta, tokens, g_buffer, checkpoint)
     check_options(tokens, out_dtype, fused)
     return _decode_op(positions, qkv, g, beta, conv_inputs, conv_weight, conv_bias, k_buffer, u_buffer, g_buffer,
-                      checkpoint, silu, out_dtype, fused)  # fmt: skip
+                      checkpoint, silu, scale, seed, out_dtype, fused)  # fmt: skip
 
 
 def gated_delta_fold(
@@ -133,25 +143,26 @@ def gated_delta_fold(
     checkpoint: torch.Tensor,
     *,
     inplace: bool = False,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
-    The state after the FOLD oldest tokens of each row's buffer. HELD and COUNT are not read.
+    The state after the FOLD oldest tokens of each row's buffer. COUNT is not read, and HELD only with `seed`.
 
     Args: as for [`gated_delta_step`].
         inplace: write it to the checkpoint of the rows with FOLD > 0 instead (a flush), and return the checkpoint.
 
     Returns: (b, h, k, v) float32; with `inplace` the checkpoint.
     """
-    _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint)
+    _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed)
     if inplace:
-        _flush_op(positions, k_buffer, u_buffer, g_buffer, checkpoint)
+        _flush_op(positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed)
         return checkpoint
-    return _fold_op(positions, k_buffer, u_buffer, g_buffer, checkpoint)
+    return _fold_op(positions, k_buffer, u_buffer, g_buffer, scale, checkpoint)
 
 
-def _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint) -> None:
-    check_owned("checkpoint", checkpoint, (None, None, None, None), checkpoint)
-    batch, heads, key_dim, value_dim = checkpoint.shape
+def _check_buffers(positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed) -> None:
+    batch, heads, key_dim, value_dim = check_checkpoint(checkpoint, 4, -2, scale, seed)
     check_positions(positions, batch, checkpoint)
     check_owned("k_buffer", k_buffer, (batch, None, None, key_dim), checkpoint)
     key_heads, slots = k_buffer.shape[1:3]
@@ -178,7 +189,9 @@ FUSED_BELOW = 256  # heads of the whole batch
 
 
 @functools.cache
-def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool, overlaps: bool) -> Config:
+def _config(
+    heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool, overlaps: bool, scaled: bool
+) -> Config:
     """
     `heads`: of the whole batch. (From `benchmark_gated_delta.py --tune` on an H200: the scores once for each key head
     are worth a launch of their own, if the next one need not wait for its end, or if there is work enough.)
@@ -197,7 +210,9 @@ def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: 
     elif per_channel:
         tile = Tile(32, 1, 32, "evict_first")
     else:
-        tile = Tile(32, 2, 32, "evict_first" if heads < 16384 else "", state="keep", registers=128)
+        # (A state of 8 bits is cheap to read again; kept, it would be spilled as the float32 numbers that it becomes.)
+        state = "again" if scaled else "keep"
+        tile = Tile(32, 2, 32, "evict_first" if heads < 16384 else "", state=state, registers=128)
     return Config(
         fit(tile, value_dim, key_dim, tuned_for=128),
         fused=fused,
@@ -231,12 +246,14 @@ def _step(
     u_buffer: torch.Tensor,
     g_buffer: torch.Tensor,
     checkpoint: torch.Tensor,
+    scale: torch.Tensor | None,
+    seed: int | None,
     out_dtype: torch.dtype | None,
     fused: bool | None,
 ) -> torch.Tensor:
     y = v.new_empty(v.shape, dtype=out_dtype or v.dtype)
     _launch(positions, rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), g, beta, None, k_buffer, u_buffer,
-            g_buffer, checkpoint, y, fused)  # fmt: skip
+            g_buffer, checkpoint, scale, seed, y, fused)  # fmt: skip
     return y
 
 
@@ -253,17 +270,19 @@ def _decode(
     g_buffer: torch.Tensor,
     checkpoint: torch.Tensor,
     silu: bool,
+    scale: torch.Tensor | None,
+    seed: int | None,
     out_dtype: torch.dtype | None,
     fused: bool | None,
 ) -> torch.Tensor:
     y = qkv.new_empty((*qkv.shape[:2], u_buffer.shape[1], u_buffer.shape[3]), dtype=out_dtype or qkv.dtype)
     conv = Convolution.of(conv_inputs, conv_weight, conv_bias, silu)
-    _launch(positions, rows_contiguous(qkv), None, None, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, y,
-            fused)  # fmt: skip
+    _launch(positions, rows_contiguous(qkv), None, None, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, scale,
+            seed, y, fused)  # fmt: skip
     return y
 
 
-def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, y, fused) -> None:
+def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed, y, fused) -> None:
     """One call of step (`q`, `k`, `v` given) or of decode (`conv` given; `q` holds the raw inputs)."""
     if y.numel() == 0:
         return
@@ -272,11 +291,14 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     per_channel = g_buffer.dim() == 4
     if per_channel:
         g = rows_contiguous(g)
-    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens, per_channel, can_overlap(y.device))
+    config = OVERRIDE or _config(
+        batch * heads, key_dim, value_dim, tokens, per_channel, can_overlap(y.device), scale is not None
+    )
     fused = tokens == 1 and (config.fused if fused is None else fused)
     if conv and not fused:
         v = q.new_empty((batch, tokens, heads, value_dim))  # behind the convolution
     ring, taps = (conv.ring.shape[1], conv.weight.shape[1]) if conv else (1, 1)
+    storage = scale, as_int32(seed)
     unused = positions  # stands where a pointer is not read
     # Arguments go by position: with fifty of them, names cost the host more than the launch.
     conv_tensors = (
@@ -298,8 +320,8 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     def step(kq, scores, keys, with_conv, overlaps):
         _step_kernel[tiles](
             positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, keys, checkpoint, y,
-            batch, *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *sizes,
-            fused, with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
+            batch, *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *storage,
+            *sizes, fused, with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
             config.tile.state == "stream" and not fused, config.tile.state == "keep",
             **launch_options(config.tile, y.device, overlaps),
         )  # fmt: skip
@@ -334,23 +356,23 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
             else:
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
-                    *beta_strides, tokens, t0, *sizes, block_t, *how, config.tile.evict, overlaps,
+                    *beta_strides, tokens, t0, *storage, *sizes, block_t, *how, config.tile.evict, overlaps,
                     tokens <= block_t,
                     **launch_options(config.tile, y.device, overlaps),
                 )  # fmt: skip
         if tokens > block_t:
-            _launch_fold(checkpoint, positions, k_buffer, u_buffer, g_buffer, checkpoint)
+            _launch_fold(checkpoint, positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed)
 
 
-def _launch_fold(out, positions, k_buffer, u_buffer, g_buffer, checkpoint) -> None:
+def _launch_fold(out, positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed) -> None:
     """Into `out`; where that is the checkpoint, of rows that fold anything."""
     batch, heads, key_dim, value_dim = checkpoint.shape
     key_heads, slots = k_buffer.shape[1:3]
     tile = _fold_tile(key_dim, value_dim)
     with on_device_of(checkpoint):
         _fold_kernel[(batch * heads * cdiv(value_dim, tile.block_p),)](
-            positions, checkpoint, k_buffer, u_buffer, g_buffer, out, batch, key_heads, heads, key_dim, value_dim,
-            slots, g_buffer.dim() == 4, out is checkpoint, *_tile_sizes(tile, key_dim, slots),
+            positions, checkpoint, k_buffer, u_buffer, g_buffer, out, batch, scale, as_int32(seed), key_heads, heads,
+            key_dim, value_dim, slots, g_buffer.dim() == 4, out is checkpoint, *_tile_sizes(tile, key_dim, slots),
             **launch_options(tile, out.device),
         )  # fmt: skip
 
@@ -360,11 +382,12 @@ def _fold(
     k_buffer: torch.Tensor,
     u_buffer: torch.Tensor,
     g_buffer: torch.Tensor,
+    scale: torch.Tensor | None,
     checkpoint: torch.Tensor,
 ) -> torch.Tensor:
     out = torch.empty_like(checkpoint, dtype=torch.float32)
     if out.numel() > 0:
-        _launch_fold(out, positions, k_buffer, u_buffer, g_buffer, checkpoint)
+        _launch_fold(out, positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, None)
     return out
 
 
@@ -374,21 +397,23 @@ def _flush(
     u_buffer: torch.Tensor,
     g_buffer: torch.Tensor,
     checkpoint: torch.Tensor,
+    scale: torch.Tensor | None,
+    seed: int | None,
 ) -> None:
     if checkpoint.numel() > 0:
-        _launch_fold(checkpoint, positions, k_buffer, u_buffer, g_buffer, checkpoint)
+        _launch_fold(checkpoint, positions, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed)
 
 
 _step_op = define(
     "gated_delta_step",
     _step,
-    mutates=("k_buffer", "u_buffer", "g_buffer", "checkpoint"),
+    mutates=("k_buffer", "u_buffer", "g_buffer", "checkpoint", "scale"),
     fake=lambda positions, q, k, v, *args: v.new_empty(v.shape, dtype=args[-2] or v.dtype),
 )
 _decode_op = define(
     "gated_delta_decode",
     _decode,
-    mutates=("conv_inputs", "k_buffer", "u_buffer", "g_buffer", "checkpoint"),
+    mutates=("conv_inputs", "k_buffer", "u_buffer", "g_buffer", "checkpoint", "scale"),
     fake=lambda positions, qkv, g, beta, conv_inputs, weight, bias, k_buffer, u_buffer, *args: qkv.new_empty(
         (*qkv.shape[:2], u_buffer.shape[1], u_buffer.shape[3]), dtype=args[-2] or qkv.dtype
     ),
@@ -399,4 +424,4 @@ _fold_op = define(
     mutates=(),
     fake=lambda *args: torch.empty_like(args[-1], dtype=torch.float32),
 )
-_flush_op = define("gated_delta_flush", _flush, mutates=("checkpoint",), fake=lambda *args: None)
+_flush_op = define("gated_delta_flush", _flush, mutates=("checkpoint", "scale"), fake=lambda *args: None)

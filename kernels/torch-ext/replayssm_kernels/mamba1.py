@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 
 from ._launch import (
+    as_int32,
     cdiv,
     check,
+    check_checkpoint,
     check_options,
     check_owned,
     check_positions,
@@ -70,22 +72,27 @@ def mamba1_step(
     dt_bias: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
     Appends t new tokens to the buffer and returns their outputs; rows that are told to fold some of their oldest
     tokens into the checkpoint. For one token this is a decode step, for more a window of drafts.
 
     Args:
-        positions: (5, b) int32, see `_positions.py`. Everything in it is read on the device; SEEN is not.
+        positions: (5, b) int32, see `_positions.py`. Everything in it is read on the device; SEEN only with `seed`.
         x (b, t, g, p), B (b, t, g, n), C (b, t, g, n): of the new tokens, x as it leaves the convolution.
         dt (b, t, g, p): raw with `dt_bias` (g, p): bias and softplus are applied in float32, to new and to buffered
             tokens; without it final.
         x_buffer (b, g, s, p), B_buffer (b, g, s, n), dt_buffer (b, g, s, p): the buffer, contiguous, written, of the
             dtypes of x, B and dt. It needs s >= HELD + COUNT slots in every row.
         A (g, n, p): decay rates, negative. D (g, p): skip weights, or None.
-        checkpoint (b, g, n, p): contiguous, float32, bfloat16 or float16; rows with FOLD > 0 are written.
+        checkpoint (b, g, n, p): contiguous, float32, bfloat16, float16, or with `scale` int8 or float8_e4m3fn; rows
+            with FOLD > 0 are written.
         z (b, t, g, p): the gate, whose SiLU multiplies the output; None for none.
         out_dtype: of the result; that of `x` by default.
+        scale (b, g, 1, p): contiguous, float32: what each channel of a checkpoint of 8 bits is times. Written with it.
+        seed: of stochastic rounding of what is written to the checkpoint, an integer below 2^32; None: to nearest.
 
     Returns: y (b, t, g, p). Sums are float32. Tokens from a row's COUNT on are not appended and their output is
     unspecified.
@@ -93,11 +100,12 @@ def mamba1_step(
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not fit together.
     """
-    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, dt_bias, checkpoint)
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, dt_bias, checkpoint, scale, seed)
     _check_new(x, B, C, dt, A, D, z, out_dtype, checkpoint)
     for name, tensor, buffer in (("x", x, x_buffer), ("B", B, B_buffer), ("dt", dt, dt_buffer)):
         check_same_dtype(name, tensor, buffer, f"{name}_buffer")
-    return _step_op(positions, x, B, C, dt, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, dt_bias, z, out_dtype)
+    return _step_op(positions, x, B, C, dt, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, dt_bias, z, scale, seed,
+                    out_dtype)  # fmt: skip
 
 
 def mamba1_fold(
@@ -110,20 +118,22 @@ def mamba1_fold(
     *,
     dt_bias: torch.Tensor | None = None,
     inplace: bool = False,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
-    The state after the FOLD oldest tokens of each row's buffer. HELD and COUNT are not read.
+    The state after the FOLD oldest tokens of each row's buffer. COUNT is not read, and HELD only with `seed`.
 
     Args: as for [`mamba1_step`].
         inplace: write it to the checkpoint of the rows with FOLD > 0 instead (a flush), and return the checkpoint.
 
     Returns: (b, g, n, p) float32; with `inplace` the checkpoint.
     """
-    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, dt_bias, checkpoint)
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, dt_bias, checkpoint, scale, seed)
     if inplace:
-        _flush_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias)
+        _flush_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias, scale, seed)
         return checkpoint
-    return _fold_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias)
+    return _fold_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias, scale)
 
 
 def mamba1_scan(
@@ -161,9 +171,8 @@ def mamba1_scan(
     return _scan_op(x, B, C, dt, A, D, initial_state, dt_bias, z, out_dtype)
 
 
-def _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, dt_bias, checkpoint) -> None:
-    check_owned("checkpoint", checkpoint, (None, None, None, None), checkpoint)
-    batch, groups, state, channels = checkpoint.shape
+def _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, dt_bias, checkpoint, scale, seed) -> None:
+    batch, groups, state, channels = check_checkpoint(checkpoint, 4, -2, scale, seed)
     _check_state_size(state)
     check_positions(positions, batch, checkpoint)
     check_owned("x_buffer", x_buffer, (batch, groups, None, channels), checkpoint)
@@ -265,6 +274,8 @@ def _step(
     checkpoint: torch.Tensor,
     dt_bias: torch.Tensor | None,
     z: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    seed: int | None,
     out_dtype: torch.dtype | None,
 ) -> torch.Tensor:
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
@@ -276,6 +287,7 @@ def _step(
     programs, rows = _launch_rows(checkpoint, tile)
     new, strides = _new(x, dt, B, C, z)
     A, D, dt_bias = _parameters(A, D, dt_bias)
+    storage = scale, as_int32(seed)
     unused = positions  # stands where a pointer is not read
     # Arguments go by position: with so many of them, names cost the host more than the launch.
     tensors = (positions, *new, unused if dt_bias is None else dt_bias, x_buffer, B_buffer, dt_buffer, checkpoint, A,
@@ -285,13 +297,13 @@ def _step(
     with on_device_of(checkpoint):
         if tokens > 1:
             _window_kernel[(programs,)](
-                *tensors, tokens, *strides, *sizes, tile.stages, **launch_options(tile, x.device)
+                *tensors, tokens, *strides, *storage, *sizes, tile.stages, **launch_options(tile, x.device)
             )
         else:
             overlaps = tile.overlap and can_overlap(x.device)
             every_slot = tile.every_slot and slots <= 4
             _step_kernel[(programs,)](
-                *tensors, *strides, *sizes, tile.stages, rows == 1, every_slot, overlaps,
+                *tensors, *strides, *storage, *sizes, tile.stages, rows == 1, every_slot, overlaps,
                 **launch_options(tile, x.device, overlaps),
             )  # fmt: skip
     return y
@@ -305,9 +317,10 @@ def _fold(
     A: torch.Tensor,
     checkpoint: torch.Tensor,
     dt_bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
 ) -> torch.Tensor:
     out = torch.empty_like(checkpoint, dtype=torch.float32)
-    _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias)
+    _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias, scale, None)
     return out
 
 
@@ -319,11 +332,13 @@ def _flush(
     A: torch.Tensor,
     checkpoint: torch.Tensor,
     dt_bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    seed: int | None,
 ) -> None:
-    _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias)
+    _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias, scale, seed)
 
 
-def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias) -> None:
+def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, dt_bias, scale, seed) -> None:
     """Into `out`; where that is the checkpoint, of rows that fold anything."""
     if out.numel() == 0:
         return
@@ -335,8 +350,8 @@ def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, d
     with on_device_of(checkpoint):
         _fold_kernel[(programs,)](
             positions, x_buffer, B_buffer, dt_buffer, positions if dt_bias is None else dt_bias, checkpoint, A, out,
-            batch, rows, groups, state, channels, slots, out is checkpoint, dt_bias is not None, *_sizes(tile, state),
-            **launch_options(tile, out.device),
+            batch, rows, scale, as_int32(seed), groups, state, channels, slots, out is checkpoint, dt_bias is not None,
+            *_sizes(tile, state), **launch_options(tile, out.device),
         )  # fmt: skip
 
 
@@ -397,7 +412,7 @@ def _fake_scan(x, B, C, dt, A, D, initial_state, dt_bias, z, out_dtype):
 _step_op = define(
     "mamba1_step",
     _step,
-    mutates=("x_buffer", "B_buffer", "dt_buffer", "checkpoint"),
+    mutates=("x_buffer", "B_buffer", "dt_buffer", "checkpoint", "scale"),
     fake=lambda positions, x, *args: x.new_empty(x.shape, dtype=args[-1] or x.dtype),
 )
 _fold_op = define(
@@ -406,5 +421,5 @@ _fold_op = define(
     mutates=(),
     fake=lambda *args: torch.empty_like(args[5], dtype=torch.float32),
 )
-_flush_op = define("mamba1_flush", _flush, mutates=("checkpoint",), fake=lambda *args: None)
+_flush_op = define("mamba1_flush", _flush, mutates=("checkpoint", "scale"), fake=lambda *args: None)
 _scan_op = define("mamba1_scan", _scan, mutates=(), fake=_fake_scan)

@@ -16,8 +16,10 @@ import torch
 from . import _configs
 from ._conv import PIECE, Convolution, check_conv
 from ._launch import (
+    as_int32,
     cdiv,
     check,
+    check_checkpoint,
     check_options,
     check_owned,
     check_positions,
@@ -54,6 +56,8 @@ def mamba2_step(
     dt_max: float = math.inf,
     out_dtype: torch.dtype | None = None,
     fused: bool | None = None,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
     Appends t new tokens to the buffer and returns their outputs; rows that are told to fold some of their oldest
@@ -66,9 +70,12 @@ def mamba2_step(
         x_buffer (b, h, s, p), B_buffer (b, g, s, n), dt_buffer (b, h, s) float32: the buffer, contiguous; written.
             It needs s >= HELD + COUNT slots in every row.
         A (h,): decay rates, negative. D (h,): skip weights, or None.
-        checkpoint (b, h, p, n): contiguous, float32, bfloat16 or float16; rows with FOLD > 0 are written.
+        checkpoint (b, h, p, n): contiguous, float32, bfloat16, float16, or with `scale` int8 or float8_e4m3fn; rows
+            with FOLD > 0 are written.
         out_dtype: of the result; that of `x` by default.
         fused: one launch (possible for t = 1) or two; None lets the table of configurations choose.
+        scale (b, h, p, 1): contiguous, float32: what each row of a checkpoint of 8 bits is times. Written with it.
+        seed: of stochastic rounding of what is written to the checkpoint, an integer below 2^32; None: to nearest.
 
     Returns: y (b, t, h, p). Sums are float32. Tokens from a row's COUNT on are not appended and their output is
     unspecified.
@@ -76,7 +83,7 @@ def mamba2_step(
     Raises:
         ValueError: shapes, dtypes, layouts or devices that do not fit together.
     """
-    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint)
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, scale, seed)
     batch, heads, head_dim, state = checkpoint.shape
     groups = B_buffer.shape[1]
     check("x", x, (batch, None, heads, head_dim), checkpoint)
@@ -88,7 +95,7 @@ def mamba2_step(
     _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
     check_options(tokens, out_dtype, fused)
     return _step_op(positions, x, B, C, dt, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
-                    dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
+                    dt_bias, float(dt_min), float(dt_max), scale, seed, out_dtype, fused)  # fmt: skip
 
 
 def mamba2_decode(
@@ -111,6 +118,8 @@ def mamba2_decode(
     dt_max: float = math.inf,
     out_dtype: torch.dtype | None = None,
     fused: bool | None = None,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
     [`mamba2_step`] with the causal convolution and its activation in front: all of a mixer between its projections.
@@ -124,7 +133,7 @@ def mamba2_decode(
 
     Returns: y (b, t, h, p).
     """
-    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint)
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, scale, seed)
     batch, heads, head_dim, state = checkpoint.shape
     check("xBC", xBC, (batch, None, heads * head_dim + 2 * B_buffer.shape[1] * state), checkpoint)
     check_same_dtype("xBC", xBC, x_buffer, "x_buffer")
@@ -133,7 +142,8 @@ def mamba2_decode(
     _check_dt(dt, dt_bias, (batch, tokens, heads), checkpoint)
     check_options(tokens, out_dtype, fused)
     return _decode_op(positions, xBC, dt, conv_inputs, conv_weight, conv_bias, x_buffer, B_buffer, dt_buffer, A, D,
-                      checkpoint, silu, dt_bias, float(dt_min), float(dt_max), out_dtype, fused)  # fmt: skip
+                      checkpoint, silu, dt_bias, float(dt_min), float(dt_max), scale, seed, out_dtype,
+                      fused)  # fmt: skip
 
 
 def mamba2_fold(
@@ -145,25 +155,26 @@ def mamba2_fold(
     checkpoint: torch.Tensor,
     *,
     inplace: bool = False,
+    scale: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> torch.Tensor:
     """
-    The state after the FOLD oldest tokens of each row's buffer. HELD and COUNT are not read.
+    The state after the FOLD oldest tokens of each row's buffer. COUNT is not read, and HELD only with `seed`.
 
     Args: as for [`mamba2_step`].
         inplace: write it to the checkpoint of the rows with FOLD > 0 instead (a flush), and return the checkpoint.
 
     Returns: (b, h, p, n) float32; with `inplace` the checkpoint.
     """
-    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, None, checkpoint)
+    _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, None, checkpoint, scale, seed)
     if inplace:
-        _flush_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+        _flush_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, scale, seed)
         return checkpoint
-    return _fold_op(positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+    return _fold_op(positions, x_buffer, B_buffer, dt_buffer, A, scale, checkpoint)
 
 
-def _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint) -> None:
-    check_owned("checkpoint", checkpoint, (None, None, None, None), checkpoint)
-    batch, heads, head_dim, state = checkpoint.shape
+def _check_buffers(positions, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, scale, seed) -> None:
+    batch, heads, head_dim, state = check_checkpoint(checkpoint, 4, -1, scale, seed)
     check_positions(positions, batch, checkpoint)
     check_owned("x_buffer", x_buffer, (batch, heads, None, head_dim), checkpoint)
     slots = x_buffer.shape[2]
@@ -204,12 +215,14 @@ def _step(
     dt_bias: torch.Tensor | None,
     dt_min: float,
     dt_max: float,
+    scale: torch.Tensor | None,
+    seed: int | None,
     out_dtype: torch.dtype | None,
     fused: bool | None,
 ) -> torch.Tensor:
     y = x.new_empty(x.shape, dtype=out_dtype or x.dtype)
     _launch(positions, rows_contiguous(x), rows_contiguous(B), rows_contiguous(C), dt, None, x_buffer, B_buffer,
-            dt_buffer, A, D, checkpoint, dt_bias, dt_min, dt_max, y, fused)  # fmt: skip
+            dt_buffer, A, D, checkpoint, dt_bias, dt_min, dt_max, scale, seed, y, fused)  # fmt: skip
     return y
 
 
@@ -230,18 +243,20 @@ def _decode(
     dt_bias: torch.Tensor | None,
     dt_min: float,
     dt_max: float,
+    scale: torch.Tensor | None,
+    seed: int | None,
     out_dtype: torch.dtype | None,
     fused: bool | None,
 ) -> torch.Tensor:
     y = xBC.new_empty((*xBC.shape[:2], x_buffer.shape[1], x_buffer.shape[3]), dtype=out_dtype or xBC.dtype)
     conv = Convolution.of(conv_inputs, conv_weight, conv_bias, silu)
     _launch(positions, rows_contiguous(xBC), None, None, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint,
-            dt_bias, dt_min, dt_max, y, fused)  # fmt: skip
+            dt_bias, dt_min, dt_max, scale, seed, y, fused)  # fmt: skip
     return y
 
 
-def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, dt_bias, dt_min, dt_max, y,
-            fused) -> None:  # fmt: skip
+def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, checkpoint, dt_bias, dt_min, dt_max,
+            scale, seed, y, fused) -> None:  # fmt: skip
     """One call of step (`x`, `B`, `C` given) or of decode (`conv` given; `x` holds the raw inputs)."""
     if y.numel() == 0:
         return
@@ -253,6 +268,7 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     if conv and not fused:
         C = x.new_empty((batch, tokens, groups, state))  # behind the convolution
     ring, kernel = (conv.ring.shape[1], conv.weight.shape[1]) if conv else (1, 1)
+    storage = scale, as_int32(seed)
     unused = positions  # stands where a pointer is not read
     # Arguments go by position: with fifty of them, names cost the host more than the launch.
     new = (
@@ -271,8 +287,9 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         if fused:
             _fused_kernel[(tiles,)](
                 positions, *new, checkpoint, A, unused if D is None else D, y, batch, *x_strides[::2], *B_strides[::2],
-                *C_strides[::2], dt.stride(0), dt.stride(2), *sizes, D is not None, *variant, dt_bias is not None,
-                *_tile_sizes(config.tile, state, slots), config.tile.evict, **launch_options(config.tile, y.device),
+                *C_strides[::2], dt.stride(0), dt.stride(2), *storage, *sizes, D is not None, *variant,
+                dt_bias is not None, *_tile_sizes(config.tile, state, slots), config.tile.evict,
+                **launch_options(config.tile, y.device),
             )  # fmt: skip
             return
         overlaps = config.overlap and can_overlap(checkpoint.device)
@@ -294,13 +311,13 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         options = launch_options(config.tile, y.device, overlaps)
         if tokens == 1:
             stream, keep = config.tile.state == "stream", config.tile.state == "keep"
-            _step_kernel[(tiles,)](*common, *sizes, D is not None, *how, stream, keep, **options)
+            _step_kernel[(tiles,)](*common, *storage, *sizes, D is not None, *how, stream, keep, **options)
         else:
             _window_kernel[(tiles, pieces)](
-                *common, tokens, *sizes, D is not None, block_t, *how, pieces == 1, **options
+                *common, tokens, *storage, *sizes, D is not None, block_t, *how, pieces == 1, **options
             )
             if pieces > 1:
-                _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+                _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, scale, seed)
 
 
 def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, int]:
@@ -312,7 +329,7 @@ def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, 
     )
 
 
-def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint) -> None:
+def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, scale, seed) -> None:
     """Into `out`; where that is the checkpoint, of rows that fold anything."""
     batch, heads, head_dim, state = checkpoint.shape
     groups, slots = B_buffer.shape[1:3]
@@ -321,8 +338,9 @@ def _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint) -
     programs = min(tiles, FOLD_PROGRAMS * multiprocessors(checkpoint.device))
     with on_device_of(checkpoint):
         _fold_kernel[(programs,)](
-            positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, batch, heads, groups, head_dim,
-            state, slots, out is checkpoint, *_tile_sizes(tile, state, slots), **launch_options(tile, out.device),
+            positions, checkpoint, x_buffer, B_buffer, dt_buffer, A.contiguous(), out, batch, scale, as_int32(seed),
+            heads, groups, head_dim, state, slots, out is checkpoint, *_tile_sizes(tile, state, slots),
+            **launch_options(tile, out.device),
         )  # fmt: skip
 
 
@@ -332,11 +350,12 @@ def _fold(
     B_buffer: torch.Tensor,
     dt_buffer: torch.Tensor,
     A: torch.Tensor,
+    scale: torch.Tensor | None,
     checkpoint: torch.Tensor,
 ) -> torch.Tensor:
     out = torch.empty_like(checkpoint, dtype=torch.float32)
     if out.numel() > 0:
-        _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+        _launch_fold(out, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, scale, None)
     return out
 
 
@@ -347,21 +366,23 @@ def _flush(
     dt_buffer: torch.Tensor,
     A: torch.Tensor,
     checkpoint: torch.Tensor,
+    scale: torch.Tensor | None,
+    seed: int | None,
 ) -> None:
     if checkpoint.numel() > 0:
-        _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint)
+        _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, scale, seed)
 
 
 _step_op = define(
     "mamba2_step",
     _step,
-    mutates=("x_buffer", "B_buffer", "dt_buffer", "checkpoint"),
+    mutates=("x_buffer", "B_buffer", "dt_buffer", "checkpoint", "scale"),
     fake=lambda positions, x, *args: x.new_empty(x.shape, dtype=args[-2] or x.dtype),
 )
 _decode_op = define(
     "mamba2_decode",
     _decode,
-    mutates=("conv_inputs", "x_buffer", "B_buffer", "dt_buffer", "checkpoint"),
+    mutates=("conv_inputs", "x_buffer", "B_buffer", "dt_buffer", "checkpoint", "scale"),
     fake=lambda positions, xBC, dt, conv_inputs, weight, bias, x_buffer, *args: xBC.new_empty(
         (*xBC.shape[:2], x_buffer.shape[1], x_buffer.shape[3]), dtype=args[-2] or xBC.dtype
     ),
@@ -372,4 +393,4 @@ _fold_op = define(
     mutates=(),
     fake=lambda *args: torch.empty_like(args[-1], dtype=torch.float32),
 )
-_flush_op = define("mamba2_flush", _flush, mutates=("checkpoint",), fake=lambda *args: None)
+_flush_op = define("mamba2_flush", _flush, mutates=("checkpoint", "scale"), fake=lambda *args: None)

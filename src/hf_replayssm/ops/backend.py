@@ -33,6 +33,8 @@ def triton_unavailable(device: torch.device, dtypes: Iterable[torch.dtype] = ())
     """
     if torch.float64 in dtypes:
         return "the kernels compute in float32, and the model or its checkpoint is float64"
+    if torch.float8_e4m3fn in dtypes and (reason := _float8_unavailable(device)) is not None:
+        return reason
     try:
         import replayssm_kernels
     except ImportError as error:
@@ -40,17 +42,42 @@ def triton_unavailable(device: torch.device, dtypes: Iterable[torch.dtype] = ())
     return replayssm_kernels.unavailable_reason(device)
 
 
-def resolve(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
+@functools.cache
+def _float8_unavailable(device: torch.device) -> str | None:
+    """Why kernels on `device` cannot read float8_e4m3fn; int8 they can read everywhere."""
+    if device.type != "cuda":
+        return None
+    if torch.version.hip is not None:
+        known = "gfx950" in torch.cuda.get_device_properties(device).gcnArchName
+    else:
+        known = torch.cuda.get_device_capability(device) >= (8, 9)
+    return None if known else f"{torch.cuda.get_device_name(device)} has no float8_e4m3fn: a checkpoint in int8 it has"
+
+
+def new_checkpoint(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros. `ValueError` where the device has no such dtype."""
+    try:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    except (TypeError, RuntimeError) as error:
+        if dtype != torch.float8_e4m3fn or isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ValueError(
+            f"Devices of type {device.type!r} do not hold {dtype}: use `checkpoint_dtype='int8'`. ({error})"
+        ) from error
+
+
+def resolve(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = (), missing: str | None = None) -> str:
     """
-    `"triton"` or `"torch"` for tensors on `device`, activations and checkpoints being of these `dtypes`.
+    `"triton"` or `"torch"` for tensors on `device`, activations and checkpoints being of these `dtypes`; `missing` says
+    what a setting asks for that the kernels do not have.
 
     Raises:
-        ValueError: `backend="triton"` was asked for and cannot be had on this device, or not for float64.
+        ValueError: `backend="triton"` was asked for and cannot be had on this device, for these dtypes or the setting.
     """
     # For the CPU and for float64 the PyTorch ops are what is meant to run: nothing to warn of.
     if backend == "torch" or (backend == "auto" and (device.type == "cpu" or torch.float64 in dtypes)):
         return "torch"
-    reason = triton_unavailable(device, dtypes)
+    reason = missing or triton_unavailable(device, dtypes)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend='triton'` is not available: {reason}. Use `backend='auto'` or 'torch'.")
     if reason is not None:

@@ -181,7 +181,8 @@ def where(valid: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 # The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
 # as they lie in memory, append k, u and g to the buffers and flush in the same call, and read where the rows stand on
-# the device: `positions` (5, b) are `Segment.kernel_positions`.
+# the device: `positions` (5, b) are `Segment.kernel_positions`. `storage` is how the checkpoint is stored: `scale`, and
+# `seed` of stochastic rounding.
 
 
 def decode_triton(
@@ -195,6 +196,7 @@ def decode_triton(
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     checkpoint: torch.Tensor,
     activation: str,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """
     Convolution, append, output and flush of raw qkv (b, t, 2 m c + h d) in one call. `activation` is one of
@@ -214,6 +216,7 @@ def decode_triton(
         checkpoint,
         activation=activation,
         out_dtype=torch.float32,
+        **storage,
     )
 
 
@@ -226,19 +229,21 @@ def step_triton(
     beta: torch.Tensor,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     checkpoint: torch.Tensor,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """[`decode_triton`] behind a convolution: q, k (b, t, m, c), v (b, t, h, d). Returns (b, t, h, d), float32."""
     from replayssm_kernels import gated_delta_step
 
-    return gated_delta_step(positions, q, k, v, g, beta, *buffers, checkpoint, out_dtype=torch.float32)
+    return gated_delta_step(positions, q, k, v, g, beta, *buffers, checkpoint, out_dtype=torch.float32, **storage)
 
 
 def fold_triton(
     positions: torch.Tensor,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     checkpoint: torch.Tensor,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """[`fold`] of as many tokens as `positions` say. Returns (b, h, c, d), float32; the checkpoint stays as it is."""
     from replayssm_kernels import gated_delta_fold
 
-    return gated_delta_fold(positions, *buffers, checkpoint)
+    return gated_delta_fold(positions, *buffers, checkpoint, **storage)

@@ -31,7 +31,8 @@ from .mamba2 import accumulate_dtype
 # 11 of its own: least at L of 4 to 6 with s = 4 bytes, and at 3 to 4 with s = 2. But each held token costs 16
 # exponentials, too. An H200 does 16 of them per clock and multiprocessor, which for four tokens takes as long as
 # reading a state in float32 does, and for two to three as long as one in 16 bits. So the short end is the better one.
-BUFFER_LEN = {4: 4, 2: 3}
+# (In 8 bits a channel's scale takes 4 bytes more, and fewer flushes are fewer roundings: 3 as well.)
+BUFFER_LEN = {4: 4, 2: 3, 1: 3}
 
 
 def default_buffer_len(checkpoint_dtype: torch.dtype) -> int:
@@ -39,7 +40,7 @@ def default_buffer_len(checkpoint_dtype: torch.dtype) -> int:
     Tokens between two writes of the state, the same for every model and batch:
 
         float32, float64      4
-        bfloat16, float16     3
+        16 bits and 8         3
     """
     return BUFFER_LEN[min(checkpoint_dtype.itemsize, 4)]
 
@@ -211,6 +212,7 @@ def _skip_and_gate(y: torch.Tensor, x: torch.Tensor, D: torch.Tensor | None, z: 
 # The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
 # as they lie in memory, append to the buffers and flush in the same call, and read where the rows stand on the device:
 # `positions` (5, b) are `Segment.kernel_positions`. The convolution is a call before, `replayssm_kernels.causal_conv`.
+# `storage` is how the checkpoint is stored: `scale`, and `seed` of stochastic rounding.
 
 
 def step_triton(
@@ -226,6 +228,7 @@ def step_triton(
     *,
     dt_bias: torch.Tensor | None = None,
     z: torch.Tensor | None = None,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """
     Append, output and flush in one call. x, dt and z (b, t, g, p), B and C (b, t, g, n); dt and z may have any strides.
@@ -233,7 +236,7 @@ def step_triton(
     """
     from replayssm_kernels import mamba1_step
 
-    return mamba1_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, dt_bias=dt_bias, z=z)
+    return mamba1_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, dt_bias=dt_bias, z=z, **storage)
 
 
 def fold_triton(
@@ -243,11 +246,12 @@ def fold_triton(
     checkpoint: torch.Tensor,
     *,
     dt_bias: torch.Tensor | None = None,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """[`fold`] of as many tokens as `positions` say. Returns (b, g, n, p), float32; the checkpoint stays as it is."""
     from replayssm_kernels import mamba1_fold
 
-    return mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=dt_bias)
+    return mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=dt_bias, **storage)
 
 
 def scan_triton(

@@ -258,7 +258,8 @@ def _scan_part(
 
 # The same as Triton kernels (package `replayssm_kernels`; shapes and conditions are there). They take a cache's tensors
 # as they lie in memory, append to the buffers and flush in the same call, and read where the rows stand on the device:
-# `positions` (5, b) are `Segment.kernel_positions`. dt is raw; `dt_rule` are the further arguments of `final_dt`.
+# `positions` (5, b) are `Segment.kernel_positions`. dt is raw; `options` are the further arguments of `final_dt`, and
+# how the checkpoint is stored: `scale`, and `seed` of stochastic rounding.
 
 
 def decode_triton(
@@ -273,7 +274,7 @@ def decode_triton(
     D: torch.Tensor,
     checkpoint: torch.Tensor,
     activation: str,
-    **dt_rule: torch.Tensor | float,
+    **options: torch.Tensor | float | None,
 ) -> torch.Tensor:
     """
     Convolution, append, output and flush of raw xBC (b, t, conv_dim) in one call. `activation` is one of
@@ -294,7 +295,7 @@ def decode_triton(
         checkpoint,
         activation=activation,
         out_dtype=torch.float32,
-        **dt_rule,
+        **options,
     )
 
 
@@ -308,12 +309,12 @@ def step_triton(
     A: torch.Tensor,
     D: torch.Tensor,
     checkpoint: torch.Tensor,
-    **dt_rule: torch.Tensor | float,
+    **options: torch.Tensor | float | None,
 ) -> torch.Tensor:
     """[`decode_triton`] behind a convolution: x (b, t, h, p), B and C (b, t, g, n). Returns (b, t, h, p), float32."""
     from replayssm_kernels import mamba2_step
 
-    return mamba2_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, out_dtype=torch.float32, **dt_rule)
+    return mamba2_step(positions, x, B, C, dt, *buffers, A, D, checkpoint, out_dtype=torch.float32, **options)
 
 
 def fold_triton(
@@ -321,8 +322,9 @@ def fold_triton(
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     A: torch.Tensor,
     checkpoint: torch.Tensor,
+    **storage: torch.Tensor | int | None,
 ) -> torch.Tensor:
     """[`fold`] of as many tokens as `positions` say. Returns (b, h, p, n), float32; the checkpoint stays as it is."""
     from replayssm_kernels import mamba2_fold
 
-    return mamba2_fold(positions, *buffers, A, checkpoint)
+    return mamba2_fold(positions, *buffers, A, checkpoint, **storage)

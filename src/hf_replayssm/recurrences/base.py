@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from ..config import ReplayConfig
+from ..ops import quantize
 
 
 Tensors = tuple[torch.Tensor, ...]
@@ -31,7 +32,7 @@ class Input(NamedTuple):
 class Window(Protocol):
     """What a layer shows to [`Recurrence.replay`]: its buffer, and where the tokens of one segment go in it."""
 
-    checkpoint: torch.Tensor  # the state in front of place 0
+    checkpoint: torch.Tensor  # the state in front of place 0, with its scale applied if it has one
     num_tokens: int
     # Places in `inputs()`, the same for all rows (an integer) or each row's own (b,): of the first new token, and one
     # past the newest. What lies in or behind `end` is never to be used, NaN included.
@@ -57,6 +58,8 @@ class Recurrence(ABC):
 
     name: ClassVar[str]
     has_time_step_limit: ClassVar[bool] = False  # on dt, which `ReplayConfig.time_step_limit` overrides
+    scale_dim: ClassVar[int] = -1  # of the state: its numbers share a scale where they are stored in 8 bits
+    kernels_round: ClassVar[bool] = False  # whether they know scales and stochastic rounding
     conv_kernel: int
 
     @property
@@ -101,6 +104,16 @@ class Recurrence(ABC):
             return config
         return config.replace(buffer_len=self.default_buffer_len(config.checkpoint_dtype))
 
+    def missing_in_kernels(self, config: ReplayConfig) -> str | None:
+        """What these settings ask for that the Triton kernels do not have, in words."""
+        if self.kernels_round:
+            return None
+        if config.rounding == "stochastic":
+            return f"the kernels of {self.name} do not round stochastically"
+        if quantize.has_scale(config.checkpoint_dtype):
+            return f"the kernels of {self.name} take no checkpoint in {str(config.checkpoint_dtype)[6:]}"
+        return None
+
     def as_upstream(self, state: torch.Tensor) -> torch.Tensor:
         """The state (b, *state_shape) as upstream lays it out."""
         return state
@@ -127,11 +140,12 @@ class Recurrence(ABC):
         """
 
     # As Triton kernels: one call appends, gives outputs and flushes. They take the layer's tensors as they lie, and
-    # `positions` (5, b) int32, see `Segment.kernel_positions`, says where the rows stand.
+    # `positions` (5, b) int32, see `Segment.kernel_positions`, says where the rows stand. `storage` is how the
+    # checkpoint is stored, where that is not as it is: `scale`, its scales, and `seed`, of stochastic rounding.
 
     @abstractmethod
     def fold_triton(
-        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor
+        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor, **storage: Any
     ) -> torch.Tensor:
         """[`fold`] of as many tokens as `positions` say."""
 
@@ -145,7 +159,7 @@ class Recurrence(ABC):
         *operands: torch.Tensor,
         **options: Any,
     ) -> torch.Tensor:
-        """Outputs (b, t, ...) of new tokens behind the convolution."""
+        """Outputs (b, t, ...) of new tokens behind the convolution. `options` may hold `storage`."""
 
     def decode_triton(
         self,

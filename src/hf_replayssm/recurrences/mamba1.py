@@ -6,6 +6,7 @@ activations. See `ops/mamba1.py`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ class Mamba1(Recurrence):
     state_by_group: bool = False  # as Zamba's
 
     name = "mamba1"
+    scale_dim = -2  # the columns of a channel
+    kernels_round = True
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -80,10 +83,10 @@ class Mamba1(Recurrence):
         return mamba1.replay(C, *inputs, A, D, *places, dt_bias=dt_bias, z=z), None
 
     def fold_triton(
-        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor
+        self, positions: torch.Tensor, inputs: Tensors, constants: Tensors, checkpoint: torch.Tensor, **storage: Any
     ) -> torch.Tensor:
         A, dt_bias = constants
-        return mamba1.fold_triton(positions, inputs, A, checkpoint, dt_bias=dt_bias)
+        return mamba1.fold_triton(positions, inputs, A, checkpoint, dt_bias=dt_bias, **storage)
 
     def step_triton(
         self,
@@ -97,8 +100,9 @@ class Mamba1(Recurrence):
         dt: torch.Tensor,
         D: torch.Tensor,
         z: torch.Tensor,
+        **storage: Any,
     ) -> torch.Tensor:
         """As [`replay`]. (x, B and dt in another dtype than the buffer's, as under autocast, are cast.)"""
         A, dt_bias = constants
         x, B, dt = (tensor.to(buffer.dtype) for tensor, buffer in zip((x, B, dt), inputs))
-        return mamba1.step_triton(positions, x, B, C, dt, inputs, A, D, checkpoint, dt_bias=dt_bias, z=z)
+        return mamba1.step_triton(positions, x, B, C, dt, inputs, A, D, checkpoint, dt_bias=dt_bias, z=z, **storage)
