@@ -195,7 +195,7 @@ BAD_FIELDS = [
 def test_settings(fields: dict, match: str):
     """The same error everywhere: in the config, the cache, enable, generate's cache_config and enable for all."""
     model = copy_of("bamba")
-    if not set(fields) - {"buffer_len", "max_window", "checkpoint_dtype", "backend"}:
+    if not set(fields) - {"buffer_len", "max_window", "checkpoint_dtype", "backend", "rounding", "seed"}:
         with pytest.raises(ValueError, match=match):
             hf_replayssm.ReplayConfig(**fields)
     else:

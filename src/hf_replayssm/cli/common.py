@@ -33,7 +33,7 @@ BufferLenOption = Annotated[
 ]
 CheckpointDtypeOption = Annotated[
     str | None,
-    typer.Option("--checkpoint-dtype", help="Replay: how the state is stored, e.g. bfloat16 (default: float32)"),
+    typer.Option("--checkpoint-dtype", help="Replay: how the state is stored, e.g. int8 (default: float32)"),
 ]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Replay: triton, torch, or auto (default: auto)")]
 DtypeOption = Annotated[
