@@ -42,6 +42,7 @@ class Case:
     key_dim: int
     value_dim: int
     kda: bool
+    buffer_len: int = 16  # that caches have by default
     batch: int = 1
     checkpoint: str = "fp32"
     activation: str = "bf16"
@@ -62,7 +63,7 @@ GEOMETRIES = {
     case.geometry: case
     for case in (
         Case("Qwen3-Next", 32, 16, 128, 128, False),  # Qwen3.5 has layers of these sizes too
-        Case("Kimi-Linear", 32, 32, 128, 128, True),
+        Case("Kimi-Linear", 32, 32, 128, 128, True, 10),
     )
 }
 
@@ -431,7 +432,7 @@ def main() -> None:
     parser.add_argument("--geometry", nargs="+", default=list(GEOMETRIES), choices=list(GEOMETRIES))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 128, 512])
     parser.add_argument("--checkpoint", nargs="+", default=["fp32"], choices=list(DTYPES))
-    parser.add_argument("--buffer-len", type=int, default=16)
+    parser.add_argument("--buffer-len", type=int, help="default: that of a cache for the geometry")
     parser.add_argument("--window", nargs="*", type=int, default=[5, 8])
     parser.add_argument("--slots", type=int, default=32, help="of the buffer that windows are timed with")
     parser.add_argument("--budget-ms", type=float, default=60.0, help="GPU time per figure")
@@ -458,7 +459,7 @@ def main() -> None:
     result = {"about": about, "steps": [], "windows": [], "tuned": []}
     if args.tune and args.workers:
         todo = [
-            (Tuned.of(GEOMETRIES[name], window, args.buffer_len, args.slots), config)
+            (Tuned.of(GEOMETRIES[name], window, args.buffer_len or GEOMETRIES[name].buffer_len, args.slots), config)
             for name in args.geometry for window in (None, *args.window) for config in candidates(bool(window))
         ]  # fmt: skip
         harness.in_workers(compile_candidate, todo, args.workers)
@@ -468,12 +469,12 @@ def main() -> None:
         print(f"{name} {checkpoint} batch {batch}", file=sys.stderr)
         if args.tune:
             for window in (None, *args.window):
-                found = tune(bench, Tuned.of(case, window, args.buffer_len, args.slots))
+                found = tune(bench, Tuned.of(case, window, args.buffer_len or case.buffer_len, args.slots))
                 result["tuned"].append({**case.row(), "window": window, "found": found})
                 print(f"{name} {checkpoint} batch {batch} window {window}")
                 print("\n".join(f"  {us:8.2f}  {config}" for us, config in found[:8]), flush=True)
         else:
-            step = measure_step(bench, case, args.buffer_len, functions[int(case.kda)])
+            step = measure_step(bench, case, args.buffer_len or case.buffer_len, functions[int(case.kda)])
             result["steps"].append({**step, "tolerance": tolerance(case)})
             for window in args.window if batch > 1 else ():
                 row = measure_window(bench, case, window, args.slots)

@@ -137,24 +137,13 @@ def norms_of_a_replay(backend: str) -> Iterator[None]:
         _replaying.reset(token)
 
 
-# Of the input. With less in eager mode the device waits for the host, to which one launch of a kernel is no cheaper than
-# the seven of upstream's code.
-WORTH_A_LAUNCH = 2**20
-
-
-def _is_worth_a_kernel(hidden_states: torch.Tensor) -> bool:
-    if hidden_states.numel() >= WORTH_A_LAUNCH or hidden_states.device.type != "cuda":
-        return True
-    return torch.cuda.is_current_stream_capturing()
-
-
 class ReplayRMSNorm(ReplacedClass):
     """Goes in front of the class of a norm between layers (see `replaced.py`)."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # (A compiler fuses upstream's code by itself.)
         backend = None if torch.compiler.is_compiling() else _replaying.get()
-        if backend is not None and _is_worth_a_kernel(hidden_states) and self.weight is not None and _is_upstreams(self._replaced_class):
+        if backend is not None and self.weight is not None and _is_upstreams(self._replaced_class):
             norm = RMSNorm(self.weight, self.variance_epsilon, self.weight.shape[-1], self._weight_in_float32)
             dtype = hidden_states.dtype
             if not norm.weight_in_float32:
