@@ -31,8 +31,8 @@ class ReplayConfig:
     Args:
         buffer_len (`int`, *optional*):
             Tokens between two writes of the recurrent state (*flushes*). 1 is the classic step: the state is written
-            at every token. By default what suits the recurrence: 16, for KDA 10 and for Mamba-1 4 (with a checkpoint
-            of 16 bits 7 and 3, of 8 bits 5 and 3).
+            at every token. By default what suits the recurrence: 16, for Mamba-1 3, and for KDA 10 (with a checkpoint
+            of 16 bits 7, of 8 bits 5).
         max_window (`int`, defaults to 24):
             Tokens that may wait for a `crop` while the past is recorded (speculative decoding). `generate` raises it
             to what the assistant asks for; the buffer of the plain variant grows when a round needs more.

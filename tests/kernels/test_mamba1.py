@@ -143,9 +143,7 @@ TILES = {
     "columns of a channel in several threads": Tile(16, 4, 4),
     "two warps": Tile(128, 2, 2, warps=2, registers=96, evict="evict_first"),
     "one channel a thread": Tile(32, 1, 3, rows=5),
-    "loads in stages": Tile(64, 2, 2, rows=4, stages=2),
-    "every slot": Tile(32, 2, 2, every_slot=True, overlap=True),
-    "every slot in stages": Tile(64, 2, 3, rows=2, stages=2, every_slot=True),
+    "more stages": Tile(64, 2, 2, rows=4, stages=4, overlap=True),
 }
 
 

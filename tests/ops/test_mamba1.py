@@ -287,8 +287,3 @@ def test_rates_are_upstreams(groups):
     assert A.shape == (groups or 1, 4, 6) and A.is_contiguous()
     expected = -torch.exp(A_log.float())
     assert torch.equal(A.mT, expected if groups else expected[None])
-
-
-@pytest.mark.parametrize("dtype, length", [(torch.float32, 4), (torch.bfloat16, 3), (torch.float64, 4)])
-def test_the_table_of_buffer_lengths(dtype, length):
-    assert mamba1.default_buffer_len(dtype) == length

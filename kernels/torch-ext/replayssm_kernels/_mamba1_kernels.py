@@ -69,9 +69,7 @@ def _step_kernel(
     VECTOR: tl.constexpr,
     AHEAD: tl.constexpr,
     EVICT: tl.constexpr,  # eviction policy of the checkpoint's loads
-    STAGES: tl.constexpr,  # rows whose loads are under way while one is computed, and that one
     SINGLE: tl.constexpr,  # each program has one row
-    EVERY_SLOT: tl.constexpr,  # all slots are read, those that hold no token in vain
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """A new token of each row: appended, its output, and the flush of the rows that fold."""
@@ -87,7 +85,7 @@ def _step_kernel(
     # (A loop that is known to have one turn is none: nothing is read ahead, and the state's address comes sooner.)
     begin = 0 if SINGLE else row0
     stop = 1 if SINGLE else tl.minimum(row0 + rows, batch)
-    for turn in tl.range(begin, stop, num_stages=STAGES):
+    for turn in range(begin, stop):
         row = row0 if SINGLE else turn
         b = tl.cast(row, tl.int64)
         # The state and the new token first: they do not depend on where the row stands.
@@ -103,11 +101,6 @@ def _step_kernel(
         x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
         dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
         b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
-        if EVERY_SLOT:
-            # (Volatile, or the compiler would move these loads into the branch that needs them, behind the positions.)
-            slots = ()
-            for k in tl.static_range(SLOTS if SLOTS > 1 else 0):
-                slots = slots + (_load_held(x_held_ptr, dt_held_ptr, b_held_ptr, k, p_ok, n_ok, N, P, True),)
         first, held, count, fold = next_first, next_held, tl.minimum(next_count, 1), next_fold
         next_row = tl.minimum(row + 1, batch - 1)
         next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
@@ -117,11 +110,8 @@ def _step_kernel(
             tokens = ()
             for j in tl.static_range(SLOTS - 1):
                 slot = ring_slot(first, j, SLOTS)
-                if EVERY_SLOT:
-                    token = _choose(slots, slot, SLOTS)
-                else:
-                    token = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, slot, p < tl.where(j < end, P, 0),
-                                       n < tl.where(j < end, N, 0), N, P)  # fmt: skip
+                token = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, slot, p < tl.where(j < end, P, 0),
+                                   n < tl.where(j < end, N, 0), N, P)  # fmt: skip
                 tokens = tokens + (token,)
             for j in tl.static_range(SLOTS):
                 if j < end:
@@ -179,7 +169,6 @@ def _window_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     VECTOR: tl.constexpr,
-    AHEAD: tl.constexpr,
     EVICT: tl.constexpr,
     STAGES: tl.constexpr,  # tokens whose loads are under way while one is computed, and that one
 ):  # fmt: skip
@@ -209,40 +198,19 @@ def _window_kernel(
         b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
         end = tl.where(count > 0, held, tl.minimum(held, fold))
 
-        if STAGES > 1:
-            S = _replay_in_stages(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok,
-                                  n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW,
-                                  STAGES)  # fmt: skip
-            for t in tl.range(0, count, num_stages=STAGES):
-                far = tl.cast(t, tl.int64)
-                x, dt, B, C, z = _load_token(
-                    x_row_ptr + far * x_stride_t, dt_row_ptr + far * dt_stride_t, b_row_ptr + far * b_stride_t,
-                    c_row_ptr + far * c_stride_t, z_row_ptr + far * z_stride_t, p_ok, n_ok, HAS_Z, RAW,
-                )  # fmt: skip
-                S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
-                               y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                               B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
-                               RAW)  # fmt: skip
-        else:
-            # The first new token before the held ones: its inputs are under way while these are replayed.
-            x, dt, B, C, z = _load_token(x_row_ptr, dt_row_ptr, b_row_ptr, c_row_ptr, z_row_ptr,
-                                         p < tl.where(count > 0, P, 0), n < tl.where(count > 0, N, 0), HAS_Z,
-                                         RAW)  # fmt: skip
-            S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
-                        scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW, AHEAD)  # fmt: skip
-            for t in range(count):
-                more = t + 1 < count  # (masked loads do not touch memory)
-                next_t = tl.cast(t + 1, tl.int64)
-                next_x, next_dt, next_B, next_C, next_z = _load_token(
-                    x_row_ptr + next_t * x_stride_t, dt_row_ptr + next_t * dt_stride_t, b_row_ptr + next_t * b_stride_t,
-                    c_row_ptr + next_t * c_stride_t, z_row_ptr + next_t * z_stride_t, p < tl.where(more, P, 0),
-                    n < tl.where(more, N, 0), HAS_Z, RAW,
-                )  # fmt: skip
-                S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
-                               y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                               B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
-                               RAW)  # fmt: skip
-                x, dt, B, C, z = next_x, next_dt, next_B, next_C, next_z
+        S = _replay_in_stages(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok,
+                              n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW,
+                              STAGES)  # fmt: skip
+        for t in tl.range(0, count, num_stages=STAGES):
+            far = tl.cast(t, tl.int64)
+            x, dt, B, C, z = _load_token(
+                x_row_ptr + far * x_stride_t, dt_row_ptr + far * dt_stride_t, b_row_ptr + far * b_stride_t,
+                c_row_ptr + far * c_stride_t, z_row_ptr + far * z_stride_t, p_ok, n_ok, HAS_Z, RAW,
+            )  # fmt: skip
+            S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
+                           y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
+                           B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
+                           RAW)  # fmt: skip
 
 
 @triton.jit
@@ -471,25 +439,11 @@ def _load_tokens(
 
 
 @triton.jit
-def _load_held(
-    x_held_ptr, dt_held_ptr, b_held_ptr, slot, p_ok, n_ok, N: tl.constexpr, P: tl.constexpr,
-    VOLATILE: tl.constexpr = False,
-):  # fmt: skip
+def _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, slot, p_ok, n_ok, N: tl.constexpr, P: tl.constexpr):
     """x, dt and B of the token in a slot of the buffer."""
-    x = tl.load(x_held_ptr + slot * P, mask=p_ok, other=0.0, volatile=VOLATILE)
-    dt = tl.load(dt_held_ptr + slot * P, mask=p_ok, other=0.0, volatile=VOLATILE)
-    return x, dt, tl.load(b_held_ptr + slot * N, mask=n_ok, other=0.0, volatile=VOLATILE)
-
-
-@triton.jit
-def _choose(slots, slot, SLOTS: tl.constexpr):
-    """x, dt and B of `slot`, all slots being there."""
-    x, dt, B = slots[0]
-    for k in tl.static_range(1, SLOTS):
-        x = tl.where(slot == k, slots[k][0], x)
-        dt = tl.where(slot == k, slots[k][1], dt)
-        B = tl.where(slot == k, slots[k][2], B)
-    return x, dt, B
+    x = tl.load(x_held_ptr + slot * P, mask=p_ok, other=0.0)
+    dt = tl.load(dt_held_ptr + slot * P, mask=p_ok, other=0.0)
+    return x, dt, tl.load(b_held_ptr + slot * N, mask=n_ok, other=0.0)
 
 
 @triton.jit

@@ -48,8 +48,7 @@ class Tile:
     registers: int = 0  # of a thread, at most (0: what the compiler takes; NVIDIA only)
     rows: int = 0  # of a program (0: by the size of the device)
     evict: str = ""  # eviction policy of the state's loads
-    stages: int = 1  # rows of a step, tokens of a window: those whose loads are under way, and the one being computed
-    every_slot: bool = False  # of a step: reads all slots, before it knows which hold a token
+    stages: int = 2  # tokens of a window: those whose loads are under way, and the one being computed
     overlap: bool = False  # of a step: its launch begins before the one in front of it has ended
 
 
@@ -219,8 +218,9 @@ def _tile(checkpoint: torch.Tensor, x: torch.Tensor, tokens: int) -> Tile:
     if columns * channels == 1024 and columns == 16:
         registers = 144 if tokens > 1 and x.element_size() > 2 else 128
     if tokens > 1:
-        return Tile(channels, 2, ahead=2, registers=registers, rows=1)
-    return Tile(channels, 2, ahead=3, registers=registers)
+        return Tile(channels, 2, ahead=2, registers=registers, rows=1, stages=4)
+    # (A large one fills the device whatever comes before it.)
+    return Tile(channels, 2, ahead=3, registers=registers, overlap=checkpoint.numel() <= 2**21)
 
 
 def _scan_tile(out: torch.Tensor) -> Tile:
@@ -292,18 +292,18 @@ def _step(
     # Arguments go by position: with so many of them, names cost the host more than the launch.
     tensors = (positions, *new, unused if dt_bias is None else dt_bias, x_buffer, B_buffer, dt_buffer, checkpoint, A,
                unused if D is None else D, y, batch, rows)  # fmt: skip
-    sizes = (groups, state, channels, slots, D is not None, z is not None, dt_bias is not None,
-             *_sizes(tile, state), tile.evict)  # fmt: skip
+    sizes = (groups, state, channels, slots, D is not None, z is not None, dt_bias is not None)
+    *block, ahead = _sizes(tile, state)
     with on_device_of(checkpoint):
         if tokens > 1:
             _window_kernel[(programs,)](
-                *tensors, tokens, *strides, *storage, *sizes, tile.stages, **launch_options(tile, x.device)
-            )
+                *tensors, tokens, *strides, *storage, *sizes, *block, tile.evict, tile.stages,
+                **launch_options(tile, x.device),
+            )  # fmt: skip
         else:
             overlaps = tile.overlap and can_overlap(x.device)
-            every_slot = tile.every_slot and slots <= 4
             _step_kernel[(programs,)](
-                *tensors, *strides, *storage, *sizes, tile.stages, rows == 1, every_slot, overlaps,
+                *tensors, *strides, *storage, *sizes, *block, ahead, tile.evict, rows == 1, overlaps,
                 **launch_options(tile, x.device, overlaps),
             )  # fmt: skip
     return y

@@ -49,7 +49,7 @@ class Mamba1(Recurrence):
         return {"A": (self.groups, self.state_size, self.channels), "dt_bias": (self.groups, self.channels)}
 
     def default_buffer_len(self, checkpoint_dtype: torch.dtype) -> int:
-        return mamba1.default_buffer_len(checkpoint_dtype)
+        return mamba1.BUFFER_LEN
 
     def as_upstream(self, state: torch.Tensor) -> torch.Tensor:
         state = state.transpose(-1, -2)
