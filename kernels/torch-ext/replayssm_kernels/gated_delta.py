@@ -208,7 +208,7 @@ def _config(
     elif fused:
         tile = Tile(32, 4, 32)
     elif per_channel:
-        tile = Tile(32, 1, 32, "evict_first")
+        tile = Tile(32, 1, 32, "evict_first" if heads < 2048 else "")
     else:
         # (A state of 8 bits is cheap to read again; kept, it would be spilled as the float32 numbers that it becomes.)
         state = "again" if scaled else "keep"
