@@ -183,7 +183,12 @@ class Layer:
         """
         if self.conv and self.dtype != F32 and self.device.type != "cpu":
             return 1e-3
-        return 1e-6 if tokens == 1 or self.dtype == F32 else 3e-5
+        return self.state_bar if tokens == 1 or self.dtype == F32 else 3e-5
+
+    @property
+    def state_bar(self):
+        """The greatest relative error of a state in float32."""
+        return 1e-6
 
     def fold_call(self):
         """The function that folds, and its arguments but for the positions."""
@@ -433,4 +438,4 @@ def play(layer, lengths, *, seed=0, fused=None, flushes=0.5, slack=1):
         how = {} if fused is None or tokens > 1 else {"fused": fused[call % len(fused)]}
         y, expected = layer.advance(tokens, count.to(layer.device), fold.to(layer.device), **how)
         assert error(y, expected) <= slack * layer.bar(tokens), f"call {call}: {error(y, expected):.1e}"
-    assert error(*layer.whole_state()) <= slack * 1e-6, f"state: {error(*layer.whole_state()):.1e}"
+    assert error(*layer.whole_state()) <= slack * layer.state_bar, f"state: {error(*layer.whole_state()):.1e}"

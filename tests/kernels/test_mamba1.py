@@ -174,15 +174,15 @@ def test_all_phases_in_one_call(device):
     rows = torch.arange(16, device=device)
     held = rows % slots
     y, expected = layer.advance(slots, count=held)
-    assert error(y, expected) <= 1e-6
+    assert error(y, expected) <= layer.state_bar
     count = (rows // slots) % 2  # with COUNT = 0: nothing is written but a checkpoint that folds
     fold = torch.where(rows < 8, (held + count) * (rows % 2), ((held + count) / 2).ceil().long())
     assert {0, 1, 2} <= set(fold.tolist()) and bool((fold < held + count).any()) and bool((fold > held).any())
     y, expected = layer.advance(1, count=count, fold=fold)
-    assert error(y, expected) <= 1e-6
-    assert error(*layer.whole_state()) <= 1e-6
+    assert error(y, expected) <= layer.state_bar
+    assert error(*layer.whole_state()) <= layer.state_bar
     y, expected = layer.advance(1)
-    assert error(y, expected) <= 1e-6
+    assert error(y, expected) <= layer.state_bar
 
 
 @needs
@@ -276,9 +276,9 @@ def test_a_flush_alone(dtype, device):
     layer = Layer((3, 2, 24, 16, 5), device, dtype, first=4)
     layer.advance(4, count=torch.tensor([4, 0, 3], device=device))
     layer.flush(torch.tensor([2, 0, 3], device=device))
-    assert error(*layer.whole_state()) <= 1e-6
+    assert error(*layer.whole_state()) <= layer.state_bar
     y, expected = layer.advance(1)
-    assert error(y, expected) <= 1e-6
+    assert error(y, expected) <= layer.state_bar
 
 
 @needs
