@@ -45,7 +45,7 @@ class DeltaLayer(Layer):
 
     @property
     def state_bar(self):
-        """(On a GPU powers are off by up to 2^-22, and units that multiply matrices cut sums off instead of rounding.)"""
+        """(On a GPU powers are off by up to 2^-22, and units that multiply matrices cut sums off and do not round.)"""
         return 1e-6 if self.device.type == "cpu" else 3e-6
 
     def fold_call(self):
