@@ -231,8 +231,7 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
 
     def _kernels_serve(self, device: torch.device, *dtypes: torch.dtype) -> bool:
         config = self.cache.replay_config
-        missing = self.recurrence.missing_in_kernels(config)
-        return backend.resolve(config.backend, device, (*dtypes, config.checkpoint_dtype), missing) == "triton"
+        return backend.resolve(config.backend, device, (*dtypes, config.checkpoint_dtype)) == "triton"
 
     def _storage(self) -> dict[str, Any]:
         """What kernels are told of how the checkpoint is stored: see [`Recurrence`]."""

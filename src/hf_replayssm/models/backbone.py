@@ -109,9 +109,7 @@ class ReplayBackbone(ReplacedClass):
         if not (isinstance(cache, StaticReplayCache) and cache.is_allocated):
             config = cache.replay_config
             dtype = inputs.dtype if inputs.is_floating_point() else self.dtype
-            missing = cache.signature.recurrence.missing_in_kernels(config)
-            dtypes = dtype, config.checkpoint_dtype
-            backend.resolve(config.backend, inputs.device, dtypes, missing)  # raises if not available
+            backend.resolve(config.backend, inputs.device, (dtype, config.checkpoint_dtype))  # raises if not available
         refuse_packed(arguments)
         position_ids = arguments.get("position_ids")
         if cache.is_fresh and tokens > 1 and position_ids is not None and not torch.compiler.is_compiling():

@@ -66,18 +66,17 @@ def new_checkpoint(shape: tuple[int, ...], dtype: torch.dtype, device: torch.dev
         ) from error
 
 
-def resolve(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = (), missing: str | None = None) -> str:
+def resolve(backend: str, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> str:
     """
-    `"triton"` or `"torch"` for tensors on `device`, activations and checkpoints being of these `dtypes`; `missing` says
-    what a setting asks for that the kernels do not have.
+    `"triton"` or `"torch"` for tensors on `device`, activations and checkpoints being of these `dtypes`.
 
     Raises:
-        ValueError: `backend="triton"` was asked for and cannot be had on this device, for these dtypes or the setting.
+        ValueError: `backend="triton"` was asked for and cannot be had on this device or for these dtypes.
     """
     # For the CPU and for float64 the PyTorch ops are what is meant to run: nothing to warn of.
     if backend == "torch" or (backend == "auto" and (device.type == "cpu" or torch.float64 in dtypes)):
         return "torch"
-    reason = missing or triton_unavailable(device, dtypes)
+    reason = triton_unavailable(device, dtypes)
     if backend == "triton" and reason is not None:
         raise ValueError(f"`backend='triton'` is not available: {reason}. Use `backend='auto'` or 'torch'.")
     if reason is not None:

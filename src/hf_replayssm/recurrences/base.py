@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 
 from ..config import ReplayConfig
-from ..ops import quantize
 
 
 Tensors = tuple[torch.Tensor, ...]
@@ -59,7 +58,6 @@ class Recurrence(ABC):
     name: ClassVar[str]
     has_time_step_limit: ClassVar[bool] = False  # on dt, which `ReplayConfig.time_step_limit` overrides
     scale_dim: ClassVar[int] = -1  # of the state: its numbers share a scale where they are stored in 8 bits
-    kernels_round: ClassVar[bool] = False  # whether they know scales and stochastic rounding
     conv_kernel: int
 
     @property
@@ -103,16 +101,6 @@ class Recurrence(ABC):
         if config.buffer_len is not None:
             return config
         return config.replace(buffer_len=self.default_buffer_len(config.checkpoint_dtype))
-
-    def missing_in_kernels(self, config: ReplayConfig) -> str | None:
-        """What these settings ask for that the Triton kernels do not have, in words."""
-        if self.kernels_round:
-            return None
-        if config.rounding == "stochastic":
-            return f"the kernels of {self.name} do not round stochastically"
-        if quantize.has_scale(config.checkpoint_dtype):
-            return f"the kernels of {self.name} take no checkpoint in {str(config.checkpoint_dtype)[6:]}"
-        return None
 
     def as_upstream(self, state: torch.Tensor) -> torch.Tensor:
         """The state (b, *state_shape) as upstream lays it out."""

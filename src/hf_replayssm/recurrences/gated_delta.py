@@ -29,7 +29,6 @@ class GatedDelta(Recurrence):
     decay_per_channel: bool = False
 
     name = "gated_delta"
-    kernels_round = True
     scale_dim = -2  # the keys' channels of a value channel (of KDA a tenth less error than the other way around)
 
     def default_buffer_len(self, checkpoint_dtype: torch.dtype) -> int:

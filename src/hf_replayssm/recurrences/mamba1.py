@@ -29,7 +29,6 @@ class Mamba1(Recurrence):
 
     name = "mamba1"
     scale_dim = -2  # the columns of a channel
-    kernels_round = True
 
     @property
     def state_shape(self) -> tuple[int, ...]:

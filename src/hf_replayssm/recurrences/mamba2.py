@@ -23,7 +23,6 @@ class Mamba2(Recurrence):
 
     name = "mamba2"
     has_time_step_limit = True
-    kernels_round = True
     # (scale_dim: the state of one channel of head_dim. With a scale for each column in place of each row, int8 states
     # of the bundled model have two thirds of the error, but a flush would have to go over whole heads at a time.)
 
