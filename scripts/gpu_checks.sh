@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in parts, results in the folder OUT (default: gpu-results):
 #
-#   scripts/gpu_checks.sh [tests] [sanitizer] [kernels] [recurrences] [profile] [generate] [speculation] [multigpu]
+#   scripts/gpu_checks.sh [tests] [sanitizer] [kernels] [recurrences] [profile] [generate] [speculation] [multigpu] [tune]
 #
-# No part named: all. PYTHON names the interpreter (default: that of .venv), WORKERS the test processes (default: cores
+# No part named: all but tune. PYTHON names the interpreter (default: that of .venv), WORKERS the test processes (default: cores
 # less two), WHEEL a wheel of mamba_ssm and FLA one of flash-linear-attention for the baselines. Each part goes on to the
 # next one when it fails; the exit status says whether any did. compute-sanitizer comes with CUDA; it runs on few small cases, each kernel compiled before.
 set -uo pipefail
@@ -73,7 +73,13 @@ recurrences() { # besides Mamba-2
     part mamba1 300 "$PYTHON" scripts/benchmark_mamba1.py "${baseline[@]}" --budget-ms 12 --json "$OUT/mamba1.json"
     part gated-delta 300 "$PYTHON" scripts/benchmark_gated_delta.py ${FLA:+--fla "$FLA"} --json "$OUT/gated-delta.json"
     local device=(--device cuda --tokens 8192 --heads 128 --groups 8 --dtype bfloat16)
-    part scan 60 "$PYTHON" scripts/benchmark_scan.py "${device[@]}"
+    part scan 180 "$PYTHON" scripts/benchmark_scan.py "${device[@]}" ${FLA:+--fla "$FLA"}
+}
+tune() { # checkpoints of 8 bits, for which configs.json has no rows yet
+    part tune-8-bits 300 "$PYTHON" scripts/tune_kernels.py --checkpoint int8 --batch 1 8 32 128 512 --tokens 1 8 \
+        --workers "$WORKERS" --json "$OUT/configs-8-bits.json"
+    part kernels-8-bits 300 "$PYTHON" scripts/benchmark_kernels.py "${baseline[@]}" --geometry Nemotron-H-8B --full \
+        --checkpoint fp32 int8 fp8 --batch 32 128 512 --windows --precompile 16 --json "$OUT/kernels-8-bits.json"
 }
 
 profile() {
@@ -101,7 +107,7 @@ multigpu() { # needs two; passes over the rest with one
 for name in "${@:-tests sanitizer kernels recurrences profile generate speculation multigpu}"; do
     for name in $name; do
         case $name in
-            tests | sanitizer | kernels | recurrences | profile | generate | speculation | multigpu) $name ;;
+            tests | sanitizer | kernels | recurrences | profile | generate | speculation | multigpu | tune) $name ;;
             *) echo "gpu_checks: no part '$name'; see the head of the script" >&2 && exit 2 ;;
         esac
     done
