@@ -25,6 +25,7 @@ transformers.logging.set_verbosity_error()
 LIKE_ANOTHER = {
     "granitemoehybrid",  # bamba
     "nemotron_h",  # bamba
+    "zamba2",  # bamba, and falcon_h1 (attention and a mixer in one layer)
     "falcon_mamba",  # mamba2 (without attention) and zamba
     "mamba",  # likewise
     "jamba",  # zamba

@@ -169,7 +169,7 @@ def crop_by_rows_takes_the_deepest(patch) -> None:
 
 
 def the_fold_never_happens(patch) -> None:
-    patch.setattr(ReplayLayer, "_write_checkpoint", lambda self, state, count: None)
+    patch.setattr(ReplayLayer, "_write_checkpoint", lambda self, state, segment, count: None)
 
 
 def broken_folds(patch, broken) -> None:

@@ -103,8 +103,13 @@ def small_twins(name: str, **config) -> Twins:
     return Twins(*((model, cache) for cache in (triton, plain, exact)), batch=2)
 
 
+OFTEN = {"mamba2", "falcon_h1", "zamba", "qwen3_next", "kimi_linear"}  # the others with `-m slow`
+
+
 @interpreted
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SMALL]
+)
 def test_the_same_answers(name):
     twins = small_twins(name)
     eventful_session(twins)
@@ -503,11 +508,12 @@ def test_every_op_has_a_kernel():
 if not INTERPRETED:
 
     @pytest.mark.timeout(600)
-    def test_in_the_interpreter():
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(marked):
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
         run = subprocess.run(
-            command,
+            [*command, "-m", f"{marked} and not gpu and not multigpu"],
             env=env | {"TRITON_INTERPRET": "1"},
             cwd=Path(__file__).parents[1],
             capture_output=True,

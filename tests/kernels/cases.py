@@ -34,10 +34,14 @@ INT8, FP8 = torch.int8, torch.float8_e4m3fn
 GREATEST = {INT8: 127.0, FP8: 448.0}  # with a scale for each row of the state
 
 
-def run_in_interpreter(file: str) -> None:
-    """Runs a test file in a process of its own, since the interpreter must be chosen before triton is imported."""
+def run_in_interpreter(file: str, marked: str = "not slow") -> None:
+    """
+    Runs the tests of a file, slow ones or the others, in a process of its own, since the interpreter must be chosen
+    before triton is imported.
+    """
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", file]
+    command += ["-m", f"{marked} and not gpu and not multigpu"]
     run = subprocess.run(
         command,
         env=env | {"TRITON_INTERPRET": "1"},

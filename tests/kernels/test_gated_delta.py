@@ -481,5 +481,6 @@ def test_a_stray_write_is_found(device, monkeypatch):
 if not INTERPRETED:
 
     @pytest.mark.timeout(600)
-    def test_in_the_interpreter():
-        run_in_interpreter(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(marked):
+        run_in_interpreter(__file__, marked)

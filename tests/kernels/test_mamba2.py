@@ -194,8 +194,14 @@ CONFIGS = {
 
 
 @needs
-@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        pytest.param(config, dtype, id=f"{name}, {dtype}", marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, (name, config) in enumerate(CONFIGS.items())
+        for j, dtype in enumerate((F32, BF16))
+    ],
+)
 def test_every_kind_of_configuration(config, dtype, device, monkeypatch):
     """All ways to go over a state, with a buffer of one block of slots and of several."""
     monkeypatch.setattr(_configs, "OVERRIDE", config)
@@ -479,5 +485,6 @@ def test_memory_is_poisoned(device):
 if not INTERPRETED:
 
     @pytest.mark.timeout(600)
-    def test_in_the_interpreter():
-        run_in_interpreter(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(marked):
+        run_in_interpreter(__file__, marked)

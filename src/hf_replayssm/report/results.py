@@ -7,6 +7,7 @@ benchmark of decoding         scripts/benchmark_decode.py
 benchmark of kernels          scripts/benchmark_kernels.py, benchmark_mamba1.py, benchmark_gated_delta.py
 benchmark of speculation      scripts/benchmark_speculative.py
 benchmark of several GPUs     scripts/benchmark_multigpu.py
+study of low precision        scripts/study_precision.py
 """
 
 from __future__ import annotations
@@ -63,6 +64,8 @@ def kind_of(values: dict[str, Any]) -> str | None:
         return "perplexity"
     if {"reference", "other", "kl"} <= values.keys():
         return "comparison"
+    if isinstance(values.get("studies"), list):
+        return "study"
     if "results" in values and isinstance(values["results"], list):
         return "decode"
     if isinstance(values.get("steps"), list):
@@ -102,6 +105,7 @@ def sections(named: dict[str, dict[str, Any]]) -> list[Section]:
         "generate": generate_section,
         "speculation": rows_section,
         "multigpu": rows_section,
+        "study": study_section,
     }
     found += [readers[kind_of(values)](name, values) for name, values in named.items() if kind_of(values) in readers]
     return found
@@ -219,6 +223,46 @@ def exp(value: float) -> float:
     return math.exp(value) if value < 709 else math.inf
 
 
+def study_section(name: str, values: dict[str, Any]) -> Section:
+    """What checkpoints in fewer bits cost, by precision, tokens between two flushes, and rounding."""
+    section = Section(name, notes=[about_note(values["about"])])
+    head = ["checkpoint", "rounding", "buffer_len", "state error", "KL", "same argmax", "perplexity"]
+    for study in values["studies"]:
+        rows: dict[tuple, list[str]] = {}
+        for part, keys in (("states", ["relative_mse"]), ("logits", ["kl", "argmax_agreement", "relative_perplexity"])):
+            drift: dict[str, list[Point]] = {}
+            runs = (study.get(part) or {}).get("runs", [])
+            lengths = sorted({run["buffer_len"] for run in runs})
+            shown = {lengths[0], 16 if 16 in lengths else lengths[-1]} if lengths else set()
+            for run in runs:
+                which = run["checkpoint"], run["rounding"], run["buffer_len"]
+                row = rows.setdefault(which, [*map(str, which), "", "", "", ""])
+                for key in keys:
+                    row[STUDIED[key][0]] = STUDIED[key][1](run[key])
+                if run["checkpoint"] != "fp32" and run["rounding"] == "nearest" and run["buffer_len"] in shown:
+                    every = "at every token" if run["buffer_len"] == 1 else f"once in {run['buffer_len']}"
+                    drift[f"{run['checkpoint']}, {every}"] = [
+                        Point(tokens, value, f"{number(tokens)} tokens: {number(value)}")
+                        for tokens, value in run["drift"]
+                    ]
+            if drift:
+                what, unit = {"states": ("Error of the states", "relative squared error"),
+                              "logits": ("KL(float64 || replay)", "KL, nats")}[part]  # fmt: skip
+                title = f"{what} against tokens, {study['model']}"
+                section.plots.append(Plot(title, "tokens", unit, drift, x_log=False, y_log=True))
+        section.tables.append(Table(head, list(rows.values()), str(study["model"])))
+    return section
+
+
+# Figures of a study: the column, and how they are written.
+STUDIED: dict[str, tuple[int, Callable[[float], str]]] = {
+    "relative_mse": (3, lambda value: f"{value:.1e}"),
+    "kl": (4, lambda value: f"{value:.1e}"),
+    "argmax_agreement": (5, lambda value: f"{value:.3%}"),
+    "relative_perplexity": (6, lambda value: f"{value:+.4%}"),
+}
+
+
 # ------------------------------------------------------------------------------------------------------- benchmarks
 def about_note(about: dict[str, Any]) -> str:
     """Where and with what a benchmark ran: what is short enough to read."""
@@ -280,6 +324,12 @@ def generate_section(name: str, values: dict[str, Any]) -> Section:
             times.setdefault(row["variant"], {})[row["batch"]] = row["cycle_mean_ms"]
             if row.get("floor"):
                 times.setdefault("floor: weights and state read once", {})[row["batch"]] = row["floor"]["ms"]
+        elif row.get("quartiles"):
+            low, high = row["quartiles"]
+            section.notes.append(
+                f"Eager steps in turns at batch {row['batch']}: upstream's take {row['ratio']:.2f} times as long as "
+                f"replay's (half of the pairs within {low:.2f} to {high:.2f})."
+            )
         else:
             reason = row.get("error") or row.get("wrong") or row.get("skipped") or "no reason given"
             section.notes.append(f"{row['variant']}, batch {row['batch']}: no speed ({reason}).")
