@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_replayssm.evaluation import BatchesFailed, Processes, compare_caches, evaluate_perplexity
 from hf_replayssm.evaluation.engine import Run, Settings
-from hf_replayssm.evaluation.finished import weights_digest
+from hf_replayssm.evaluation.finished import _changes, weights_digest
 
 
 LENGTHS = (5, 17, 2, 30, 1, 9, 12, 22, 40, 3, 8)
@@ -456,3 +456,12 @@ def test_two_processes_and_one_that_dies(model, tmp_path):
     assert dataclasses.replace(result, seconds=0, tokens_per_second=0) == dataclasses.replace(
         alone, seconds=0, tokens_per_second=0
     )
+
+
+def test_only_what_differs_is_named():
+    before = {"mode": "step", "replay": {"buffer_len": 16, "seed": 0}}
+    now = {"mode": "step", "replay": {"buffer_len": 8, "seed": 0}}
+    assert list(_changes(before, now)) == ["replay.buffer_len was 16 and is 8"]
+    assert list(_changes(before, {"mode": "step", "replay": None})) == [
+        "replay was {'buffer_len': 16, 'seed': 0} and is None"
+    ]

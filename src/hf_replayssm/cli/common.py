@@ -35,6 +35,13 @@ CheckpointDtypeOption = Annotated[
     str | None,
     typer.Option("--checkpoint-dtype", help="Replay: how the state is stored, e.g. int8 (default: float32)"),
 ]
+RoundingOption = Annotated[
+    str | None,
+    typer.Option("--rounding", help="Replay: nearest, or with --checkpoint-dtype stochastic (default: nearest)"),
+]
+RoundingSeedOption = Annotated[
+    int | None, typer.Option("--rounding-seed", help="Replay: the seed of --rounding stochastic (default: 0)")
+]
 BackendOption = Annotated[str | None, typer.Option("--backend", help="Replay: triton, torch, or auto (default: auto)")]
 DtypeOption = Annotated[
     str | None,
@@ -104,14 +111,11 @@ def quiet_libraries() -> None:
             os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
 
 
-def replay_fields(
-    buffer_len: int | None, checkpoint_dtype: str | None, backend: str | None, used: bool
-) -> dict[str, Any]:
-    """The settings of the replay cache that were given; a usage error if they would have no effect."""
-    given = {"buffer_len": buffer_len, "checkpoint_dtype": checkpoint_dtype, "backend": backend}
+def replay_fields(*, used: bool, **given: Any) -> dict[str, Any]:
+    """The settings of the replay cache that were `given` (not None); a usage error if they would have no effect."""
     fields = {name: value for name, value in given.items() if value is not None}
     if fields and not used:
-        names = ", ".join("--" + name.replace("_", "-") for name in fields)
+        names = ", ".join("--rounding-seed" if name == "seed" else "--" + name.replace("_", "-") for name in fields)
         raise typer.BadParameter(f"{names}: only the replay cache has this setting. Use --cache replayssm.")
     if fields:
         from hf_replayssm.config import ReplayConfig

@@ -42,6 +42,8 @@ def generate(
     ] = False,
     buffer_len: common.BufferLenOption = None,
     checkpoint_dtype: common.CheckpointDtypeOption = None,
+    rounding: common.RoundingOption = None,
+    rounding_seed: common.RoundingSeedOption = None,
     backend: common.BackendOption = None,
     dtype: common.DtypeOption = None,
     device: common.DeviceOption = "auto",
@@ -59,7 +61,10 @@ def generate(
         raise typer.BadParameter(
             f"--cache {cache.value} cannot take back rejected drafts of a recurrent state. Use --cache replayssm."
         )
-    fields = common.replay_fields(buffer_len, checkpoint_dtype, backend, used=replay)
+    fields = common.replay_fields(
+        used=replay, buffer_len=buffer_len, checkpoint_dtype=checkpoint_dtype, rounding=rounding,
+        seed=rounding_seed, backend=backend,
+    )  # fmt: skip
     text = _prompt(prompt, prompt_file)
 
     import torch

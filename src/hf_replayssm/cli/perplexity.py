@@ -78,6 +78,8 @@ def perplexity(
     ] = None,
     buffer_len: common.BufferLenOption = None,
     checkpoint_dtype: common.CheckpointDtypeOption = None,
+    rounding: common.RoundingOption = None,
+    rounding_seed: common.RoundingSeedOption = None,
     backend: common.BackendOption = None,
     dtype: common.DtypeOption = None,
     device: common.DeviceOption = "auto",
@@ -112,7 +114,10 @@ def perplexity(
     if carry and (context is not None or stride is not None):
         raise typer.BadParameter("--context and --stride cut independent contexts: leave them out with --carry.")
     uses_replay = mode is not Mode.full and "replayssm" in (cache.value, compare and compare.value)
-    fields = common.replay_fields(buffer_len, checkpoint_dtype, backend, used=uses_replay)
+    fields = common.replay_fields(
+        used=uses_replay, buffer_len=buffer_len, checkpoint_dtype=checkpoint_dtype, rounding=rounding,
+        seed=rounding_seed, backend=backend,
+    )  # fmt: skip
 
     several = common.process() is not None
     if compare is not None and (several or resume is not None):

@@ -62,9 +62,8 @@ class Finished:
 
     def _compare(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         now = json.loads(json.dumps(now))
-        names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if names:
-            changes = ", ".join(f"{name} was {before.get(name)!r} and is {now.get(name)!r}" for name in names)
+        changes = ", ".join(_changes(before, now))
+        if changes:
             raise ValueError(
                 f"The folder {self.folder} holds what is finished of another evaluation: {changes}. Give the same "
                 "settings, or another folder."
@@ -132,3 +131,13 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _parts(getattr(tensor, name))
     else:
         yield tensor
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any], within: str = "") -> Iterator[str]:
+    """What differs, in words; of settings that have settings of their own, these."""
+    for name in {**before, **now}:
+        old, new = before.get(name), now.get(name)
+        if isinstance(old, dict) and isinstance(new, dict):
+            yield from _changes(old, new, f"{within}{name}.")
+        elif old != new:
+            yield f"{within}{name} was {old!r} and is {new!r}"

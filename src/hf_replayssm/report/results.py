@@ -41,7 +41,7 @@ class Section:
 
 
 MOST_SERIES = 12  # that can be told apart in one plot
-KINDS = __doc__.split("\n\n")[1]
+KINDS = [line.split("  ", 1) for line in __doc__.split("\n\n")[1].strip().splitlines()]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -53,7 +53,8 @@ def load(path: Path) -> dict[str, Any]:
     except ValueError as error:  # no UTF-8, no JSON
         raise ValueError(f"{path} is not JSON ({error}).") from error
     if not isinstance(values, dict) or kind_of(values) is None:
-        raise ValueError(f"{path} is none of the results that the report knows:\n{KINDS}")
+        known = "; ".join(f"{kind} ({source.strip()})" for kind, source in KINDS)
+        raise ValueError(f"{path} is none of the results that the report knows: {known}.")
     return values
 
 
