@@ -8,7 +8,16 @@ import pickle
 
 import pytest
 import torch
-from tiny_models import copy_of, enabled_model, fingerprint, random_ids, relative_error, replay_layers, tiny_model
+from tiny_models import (
+    copy_of,
+    enabled_model,
+    fingerprint,
+    poison,
+    random_ids,
+    relative_error,
+    replay_layers,
+    tiny_model,
+)
 
 import hf_replayssm
 from hf_replayssm import ReplayCache, ReplayConfig, StaticReplayCache
@@ -198,6 +207,7 @@ def test_rows_take_their_scales_along(dtype, kind, operation):
     twin = new_cache(kind, model, buffer_len=4, checkpoint_dtype=dtype)
     feed(model, twin, ids[:, :14], 7)
     cache = operate(cache) or cache
+    poison(cache)
     for layer, other in zip(replay_layers(cache), replay_layers(twin)):
         assert layer.checkpoint.dtype == other.checkpoint.dtype and layer.scale.dtype == torch.float32
         assert torch.equal(layer.checkpoint.float(), other.checkpoint.float()[rows])
@@ -220,6 +230,7 @@ def test_a_crop_gives_back_what_was(name, kind):
     before = [(layer.checkpoint.clone(), layer.recurrent_states[0].clone()) for layer in replay_layers(cache)]
     feed(model, cache, random_ids(2, 4, seed=9), 4)
     cache.crop(-4)
+    poison(cache)
     kept = 0
     for layer, (checkpoint, state) in zip(replay_layers(cache), before):
         # Where old tokens were folded in between, their state is rounded now, and it was not before.

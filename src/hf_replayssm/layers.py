@@ -235,8 +235,8 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
 
     def _storage(self) -> dict[str, Any]:
         """What kernels are told of how the checkpoint is stored: see [`Recurrence`]."""
-        storage = {} if self.scale is None else {"scale": self.scale}
-        return storage if self._seed is None else storage | {"seed": self._seed}
+        storage, seed = {} if self.scale is None else {"scale": self.scale}, self._seed
+        return storage if seed is None else storage | {"seed": seed}
 
     @property
     def _seed(self) -> int | None:

@@ -45,8 +45,8 @@ class DeltaLayer(Layer):
 
     @property
     def state_bar(self):
-        """(On a GPU powers are off by up to 2^-22, and units that multiply matrices cut sums off and do not round.)"""
-        return 1e-6 if self.device.type == "cpu" else 3e-6
+        """(A GPU multiplies matrices with sums that are cut off: over 256 channels an H200 was off by 2.3e-6.)"""
+        return 3e-6 if self.device.type != "cpu" and self.shape[3] >= 256 else 1e-6
 
     def fold_call(self):
         return kernels.gated_delta_fold, self.owned()

@@ -49,11 +49,6 @@ class Mamba1Layer(Layer):
     def bar(self, tokens):
         return self.state_bar
 
-    @property
-    def state_bar(self):
-        """(On a GPU powers are off by up to 2^-22, which a state remembers from many decays.)"""
-        return 1e-6 if self.device.type == "cpu" else 2e-6
-
     def fold_call(self):
         names = (*self.buffer_names, "A", "checkpoint", "dt_bias")
         return kernels.mamba1_fold, {name: getattr(self, name) for name in names}

@@ -39,7 +39,7 @@ from ._arithmetic import dot_16bit, leading_bits
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
-from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
+from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
 
 
 EPS = tl.constexpr(1e-6)
@@ -500,7 +500,7 @@ def _step_kernel(
     if not STREAM:
         at = head_state_ptr + c[:, None] * V + v[None, :]
         state = tl.load(at, mask=c_ok[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
-    scale = _load_scale(scale_ptr, b * HV + h, v, V)
+    scale = load_scale(scale_ptr, b * HV + h, v, V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     is_new = count > 0
     new_c_ok = c < tl.where(is_new, K, 0)
@@ -646,8 +646,9 @@ def _step_kernel(
                     _store_columns(head_state_ptr, whole, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key,
                                    K, V)  # fmt: skip
                 else:
-                    _fold_keys(head_state_ptr, row_keys_ptr, u_row_ptr, fold, first, v, scale, scale_ptr, b * HV + h, h,
-                               seed, first_key, second_key, K, V, SLOTS, BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
+                    _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale,
+                          scale_ptr, b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V,
+                          BLOCK_K, BLOCK_J, ROWS, row_keys_ptr)  # fmt: skip
                 fold = tl.minimum(fold, 0)  # done
         if KEEP and not PER_CHANNEL:
             folded_u, weight, passed = _weighted_u(j, fold if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32),
@@ -665,29 +666,12 @@ def _step_kernel(
 
 
 @triton.jit
-def _load_scale(scale_ptr, row_head, v, V: tl.constexpr):
-    """(BLOCK_V,): of columns v of a head's state; 1.0 where there are none."""
-    if scale_ptr is None:
-        return tl.full(v.shape, 1.0, tl.float32)
-    else:
-        return tl.load(scale_ptr + row_head * V + v, mask=v < V, other=0.0)
-
-
-@triton.jit
 def _scaled(state, scale, scale_ptr):
     """A state, or rows of it, as the numbers that it stands for."""
     wide = as_float32(state)
     if scale_ptr is not None:
         wide *= scale[None, :]
     return wide
-
-
-@triton.jit
-def _store_scale(scale_ptr, row_head, v, greatest, dtype: tl.constexpr, V: tl.constexpr):
-    """Stores the scales of columns v, given the bits of their greatest numbers; returns what to multiply them by."""
-    scale = scale_of(greatest.to(tl.float32, bitcast=True), dtype)
-    tl.store(scale_ptr + row_head * V + v, scale, mask=v < V)
-    return inverse_scale(scale)
 
 
 @triton.jit
@@ -711,35 +695,8 @@ def _store_columns(
     inverse = tl.full(v.shape, 1.0, tl.float32)
     if scale_ptr is not None:
         greatest = tl.max(absolute_bits(folded), axis=0)
-        inverse = _store_scale(scale_ptr, row_head, v, greatest, head_state_ptr.dtype.element_ty, V)
+        inverse = store_scale(scale_ptr, row_head, v, greatest, head_state_ptr.dtype.element_ty, V)
     _store_rows(head_state_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
-
-
-@triton.jit
-def _fold_keys(head_state_ptr, row_keys_ptr, u_row_ptr, count, first, v, scale, scale_ptr, row_head, h, seed, first_key,
-               second_key, K: tl.constexpr, V: tl.constexpr, SLOTS: tl.constexpr, BLOCK_V: tl.constexpr,
-               BLOCK_J: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
-    """As `_fold`, of all `count` places, with the keys that `_append_kernel` has left."""
-    PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
-    v_ok = v < V
-    inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
-    if scale_ptr is not None:
-        greatest = tl.zeros((BLOCK_V,), tl.int32)
-        for piece in tl.range(0, PIECES, num_stages=3):
-            c = piece * ROWS + tl.arange(0, ROWS)
-            ok = (c < K)[:, None] & v_ok[None, :]
-            state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-            folded = _folded_keys(state, c, count, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V, SLOTS,
-                                  BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
-            greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
-        inverse = _store_scale(scale_ptr, row_head, v, greatest, head_state_ptr.dtype.element_ty, V)
-    for piece in tl.range(0, PIECES, num_stages=3):
-        c = piece * ROWS + tl.arange(0, ROWS)
-        ok = (c < K)[:, None] & v_ok[None, :]
-        state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-        folded = _folded_keys(state, c, count, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V, SLOTS,
-                              BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
-        _store_rows(head_state_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
 
 
 @triton.jit
@@ -806,6 +763,7 @@ def _fold(
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     ROWS: tl.constexpr,
+    row_keys_ptr=None,  # (SLOTS + 1, K) of the value head, where `_append_kernel` has left keys for all `count` places
 ):
     """
     Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time; the next are
@@ -813,29 +771,33 @@ def _fold(
     in a column is known behind the last of them only.
     """
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
+    TURNS: tl.constexpr = 2 if out_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
     v_ok = v < V
-    # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
-    u, weight, elapsed = _weighted_u(tl.arange(0, BLOCK_J), count if SLOTS <= BLOCK_J else 0, first,
-                                     tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
-                                     PER_CHANNEL, BLOCK_K)  # fmt: skip
+    if row_keys_ptr is None:
+        # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
+        u, weight, elapsed = _weighted_u(tl.arange(0, BLOCK_J), count if SLOTS <= BLOCK_J else 0, first,
+                                         tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
+                                         PER_CHANNEL, BLOCK_K)  # fmt: skip
     inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
-    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+    for turn in tl.static_range(TURNS):
         greatest = tl.zeros((BLOCK_V,), tl.int32)
         for piece in tl.range(0, PIECES, num_stages=3):
             c = piece * ROWS + tl.arange(0, ROWS)
             ok = (c < K)[:, None] & v_ok[None, :]
             state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-            folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr, u_row_ptr,
-                             g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
-            greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
-        inverse = _store_scale(scale_ptr, row_head, v, greatest, out_ptr.dtype.element_ty, V)
-    for piece in tl.range(0, PIECES, num_stages=3):
-        c = piece * ROWS + tl.arange(0, ROWS)
-        ok = (c < K)[:, None] & v_ok[None, :]
-        state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-        folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr, u_row_ptr,
-                         g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
-        _store_rows(out_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
+            if row_keys_ptr is None:
+                folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr,
+                                 u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                                 ROWS)  # fmt: skip
+            else:
+                folded = _folded_keys(state, c, count, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V,
+                                      SLOTS, BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
+            if turn + 1 < TURNS:
+                greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
+            else:
+                _store_rows(out_ptr, folded, c, v, inverse, h, seed, first_key, second_key, K, V)
+        if turn + 1 < TURNS:
+            inverse = store_scale(scale_ptr, row_head, v, greatest, out_ptr.dtype.element_ty, V)
 
 
 @triton.jit
@@ -948,7 +910,7 @@ def _window_kernel(
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
-    scale = _load_scale(scale_ptr, b * HV + h, v, V)
+    scale = load_scale(scale_ptr, b * HV + h, v, V)
     if WAITS:
         wait_for_previous()
     row = tl.arange(0, 2 * BLOCK_T)  # in turns k and q of the tokens
@@ -1057,6 +1019,6 @@ def _fold_kernel(
             checkpoint_ptr + head, out_ptr + head, k_buffer_ptr + (b * HK + m) * (SLOTS * K),
             u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v,
             g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1)), fold, tl.load(positions_ptr + batch + b),
-            v, _load_scale(scale_ptr, b * HV + h, v, V), scale_ptr, b * HV + h, h, seed, first_key, second_key, K, V,
+            v, load_scale(scale_ptr, b * HV + h, v, V), scale_ptr, b * HV + h, h, seed, first_key, second_key, K, V,
             SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
         )  # fmt: skip

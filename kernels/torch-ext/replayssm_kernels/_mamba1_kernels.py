@@ -25,7 +25,7 @@ import triton.language as tl
 from ._arithmetic import silu
 from ._overlap import wait_for_previous
 from ._positions import ring_slot, row_positions
-from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
+from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
 
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -239,7 +239,7 @@ def _new_token(
 def _with_scale(S, scale_ptr, row_group, p, P: tl.constexpr):
     """What was stored of channels p, with their scales where it has some."""
     if scale_ptr is not None:
-        S *= tl.load(scale_ptr + row_group * P + p, mask=p < P, other=0.0)[None, :]
+        S *= load_scale(scale_ptr, row_group, p, P)[None, :]
     return S
 
 
@@ -251,9 +251,8 @@ def _store_state(
     """The state behind `fold` tokens as the checkpoint stores it."""
     dtype = state_at.dtype.element_ty
     if dtype.primitive_bitwidth == 8:
-        scale = scale_of(tl.max(absolute_bits(S), axis=0).to(tl.float32, bitcast=True), dtype)
-        tl.store(scale_ptr + (b * G + g) * P + p, scale, mask=p < P)
-        S *= inverse_scale(scale)[None, :]
+        greatest = tl.max(absolute_bits(S), axis=0)
+        S *= store_scale(scale_ptr, b * G + g, p, greatest, dtype, P)[None, :]
     first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
     place = (g * N + n)[:, None] * P + p[None, :]
     tl.store(state_at, rounded(S, dtype, place, first_key, second_key, seed is not None), mask=ok)

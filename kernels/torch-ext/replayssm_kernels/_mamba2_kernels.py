@@ -32,7 +32,7 @@ from ._arithmetic import dot_16bit, dot_float32_by_16bit, dot_for_output, final_
 from ._conv import convolve, record
 from ._overlap import may_start_next, wait_for_previous
 from ._positions import ring_slot, row_positions
-from ._rounding import absolute_bits, as_float32, inverse_scale, random_keys, rounded, scale_of
+from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
 
 
 @triton.jit(do_not_specialize=["batch", "T", "t0"])
@@ -228,7 +228,7 @@ def _step_kernel(
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     if not STREAM:
         state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
-    scale = _load_scale(scale_ptr, b * H + h, p, P)
+    scale = load_scale(scale_ptr, b * H + h, p, P)
     if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
@@ -360,7 +360,7 @@ def _fused_kernel(
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
-    scale = _load_scale(scale_ptr, b * H + h, p, P)
+    scale = load_scale(scale_ptr, b * H + h, p, P)
     A = tl.load(a_ptr + h).to(tl.float32)
     x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
@@ -457,15 +457,6 @@ def _load_state(head_state_ptr, p, P: tl.constexpr, N: tl.constexpr, COLUMNS: tl
 
 
 @triton.jit
-def _load_scale(scale_ptr, row_head, p, P: tl.constexpr):
-    """(BLOCK_P,): of rows p of a head's state; 1.0 where there are none."""
-    if scale_ptr is None:
-        return tl.full(p.shape, 1.0, tl.float32)
-    else:
-        return tl.load(scale_ptr + row_head * P + p, mask=p < P, other=0.0)
-
-
-@triton.jit
 def _buffered(place, end, first, x_row_ptr, dt_row_ptr, p_ok, P: tl.constexpr, SLOTS: tl.constexpr):
     """Slots, x (J, BLOCK_P) and dt (J,) of the places below `end`; zeros from there on."""
     used = place < end
@@ -517,7 +508,7 @@ def _fold(
     row is known behind the last of them only.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    HAS_SCALE: tl.constexpr = out_ptr.dtype.element_ty.primitive_bitwidth == 8
+    TURNS: tl.constexpr = 2 if out_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
     j = tl.arange(0, BLOCK_J)
     slot, x, dt = _buffered(j, count if SLOTS <= BLOCK_J else 0, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
     weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
@@ -527,19 +518,19 @@ def _fold(
         B = ()
         for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
             B = B + (_buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS),)
-        if HAS_SCALE:
+        for turn in tl.static_range(TURNS):
             greatest = tl.zeros((BLOCK_P,), tl.int32)
             for part in tl.static_range(PARTS):
                 folded = _folded_part(part, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr,
                                       count, first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-                greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
-            inverse = _store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
-        for part in tl.static_range(PARTS):
-            folded = _folded_part(part, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr,
-                                  count, first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-            _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
+                if turn + 1 < TURNS:
+                    greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
+                else:
+                    _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
+            if turn + 1 < TURNS:
+                inverse = store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
     else:
-        if HAS_SCALE:
+        for turn in tl.static_range(TURNS):
             greatest = tl.zeros((BLOCK_P,), tl.int32)
             for part in tl.range(0, PARTS, num_stages=PARTS + 1):
                 n = part * COLUMNS + tl.arange(0, COLUMNS)
@@ -548,24 +539,12 @@ def _fold(
                 B = _buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS)
                 folded = _folded_part(part, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
                                       first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-                greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
-            inverse = _store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
-        for part in tl.range(0, PARTS, num_stages=PARTS + 1):
-            n = part * COLUMNS + tl.arange(0, COLUMNS)
-            ok = (p < P)[:, None] & (n < N)[None, :]
-            again = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0)
-            B = _buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS)
-            folded = _folded_part(part, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
-                                  first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-            _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
-
-
-@triton.jit
-def _store_scale(scale_ptr, row_head, p, greatest, dtype: tl.constexpr, P: tl.constexpr):
-    """Stores the scales of rows p, given the bits of their greatest numbers, and returns what to multiply rows by."""
-    scale = scale_of(greatest.to(tl.float32, bitcast=True), dtype)
-    tl.store(scale_ptr + row_head * P + p, scale, mask=p < P)
-    return inverse_scale(scale)
+                if turn + 1 < TURNS:
+                    greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
+                else:
+                    _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
+            if turn + 1 < TURNS:
+                inverse = store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
 
 
 @triton.jit
@@ -672,7 +651,7 @@ def _window_kernel(
     p_ok = p < P
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
-    scale = _load_scale(scale_ptr, b * H + h, p, P)
+    scale = load_scale(scale_ptr, b * H + h, p, P)
     if WAITS:
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
@@ -777,6 +756,6 @@ def _fold_kernel(
                 checkpoint_ptr + head, out_ptr + head, 0,
                 x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :], b_buffer_ptr + (b * G + g) * (SLOTS * N),
                 dt_buffer_ptr + (b * H + h) * SLOTS, fold, tl.load(positions_ptr + batch + b),
-                tl.load(a_ptr + h).to(tl.float32), p, _load_scale(scale_ptr, b * H + h, p, P), scale_ptr, b * H + h, h,
+                tl.load(a_ptr + h).to(tl.float32), p, load_scale(scale_ptr, b * H + h, p, P), scale_ptr, b * H + h, h,
                 seed, positions_ptr, b, batch, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
             )  # fmt: skip

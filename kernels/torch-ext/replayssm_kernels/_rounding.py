@@ -61,14 +61,23 @@ def absolute_bits(x):
 
 
 @triton.jit
-def scale_of(greatest, dtype: tl.constexpr):
-    """The scale of rows whose greatest absolute number is given."""
-    scale = greatest * (1.0 / 127.0 if dtype == tl.int8 else 1.0 / 448.0)
-    return tl.where(scale < LEAST_SCALE, 0.0, scale)
+def load_scale(scale_ptr, row, index, SIZE: tl.constexpr):
+    """The scales (INDEX,) of what is at `index` of a row of SIZE of them; 1.0 where the checkpoint has none."""
+    if scale_ptr is None:
+        return tl.full(index.shape, 1.0, tl.float32)
+    else:
+        return tl.load(scale_ptr + row * SIZE + index, mask=index < SIZE, other=0.0)
 
 
 @triton.jit
-def inverse_scale(scale):
+def store_scale(scale_ptr, row, index, greatest, dtype: tl.constexpr, SIZE: tl.constexpr):
+    """
+    Stores the scales of what is at `index`, of which `greatest` (INDEX,) has the greatest `absolute_bits`; returns what
+    to multiply it by.
+    """
+    scale = greatest.to(tl.float32, bitcast=True) * (1.0 / 127.0 if dtype == tl.int8 else 1.0 / 448.0)
+    scale = tl.where(scale < LEAST_SCALE, 0.0, scale)
+    tl.store(scale_ptr + row * SIZE + index, scale, mask=index < SIZE)
     return tl.where(scale == 0.0, 0.0, 1.0 / tl.where(scale == 0.0, 1.0, scale))
 
 

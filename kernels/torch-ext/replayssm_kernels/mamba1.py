@@ -43,7 +43,7 @@ class Tile:
 
     block_p: int  # channels of a group, a power of two
     vector: int  # channels of a thread that lie next to each other, a power of two
-    ahead: int  # tokens whose inputs are loaded at once
+    ahead: int  # tokens whose inputs are loaded at once (of a window: `stages`)
     warps: int = 1
     registers: int = 0  # of a thread, at most (0: what the compiler takes; NVIDIA only)
     rows: int = 0  # of a program (0: by the size of the device)

@@ -29,7 +29,10 @@ ModelOption = Annotated[
 ]
 CacheOption = Annotated[CacheName, typer.Option("--cache", help="Which cache the model decodes through.")]
 BufferLenOption = Annotated[
-    int | None, typer.Option("--buffer-len", help="Replay: tokens between two writes of the state (default: 16)")
+    int | None,
+    typer.Option(
+        "--buffer-len", help="Replay: tokens between two writes of the state (default: 16, of some models fewer)"
+    ),
 ]
 CheckpointDtypeOption = Annotated[
     str | None,
