@@ -113,6 +113,16 @@ def load_fla(path: str) -> tuple[Callable, Callable, str]:
     return rule, kda, sys.modules["fla"].__version__
 
 
+def unpacked(path: str) -> Path:
+    """The folder that holds `fla`: `path`, or what is in the wheel `path`."""
+    if Path(path).suffix != ".whl":
+        return Path(path)
+    folder = Path(tempfile.mkdtemp(prefix="fla_"))
+    with zipfile.ZipFile(path) as wheel:
+        wheel.extractall(folder)
+    return folder
+
+
 def fla_module(path: str, name: str) -> types.ModuleType:
     """
     A module of flash-linear-attention. The package imports all it has; empty packages stand in for those above the
@@ -121,11 +131,7 @@ def fla_module(path: str, name: str) -> types.ModuleType:
     if "fla" in sys.modules:
         folder = Path(sys.modules["fla"].__path__[0]).parent
     else:
-        folder = Path(path)
-        if folder.suffix == ".whl":
-            folder = Path(tempfile.mkdtemp(prefix="fla_"))
-            with zipfile.ZipFile(path) as wheel:
-                wheel.extractall(folder)
+        folder = unpacked(path)
     parts = name.split(".")
     for depth in range(1, len(parts)):
         above = ".".join(parts[:depth])

@@ -5,24 +5,25 @@ goes through where no package has kernels for it. Outputs and states are compare
     python scripts/benchmark_scan.py                                    # 2,048 tokens, 32 heads, float32, on the CPU
     python scripts/benchmark_scan.py --device cuda --tokens 8192 --heads 128 --groups 8 --dtype bfloat16 --fla WHEEL
 
-With --fla the chunked scan of flash-linear-attention is a third: B and C, which it wants for every head, repeated.
+With --fla, or where it is installed, the chunked scan of flash-linear-attention is a third, called as the package does
+(`ops.flash_linear.scan`). Its first call compiles and tunes its kernels.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Callable
+import sys
 
 import torch
-from benchmark_gated_delta import fla_module
+from benchmark_gated_delta import unpacked
 from benchmark_kernels import table
 from model_timing import DTYPES, now, say
 from torch.nn import functional as F
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from hf_replayssm.models.mixer import is_reference
-from hf_replayssm.ops import mamba2
+from hf_replayssm.ops import flash_linear, mamba2
 
 
 def inputs(args: argparse.Namespace) -> tuple[torch.Tensor, ...]:
@@ -48,16 +49,8 @@ def transformers(x, dt, A, B, C, D, state) -> tuple[torch.Tensor, torch.Tensor]:
     return mamba2_chunk_scan(x, dt, A, B, C, chunk_size=256, D=D, initial_states=state, return_final_states=True)
 
 
-def flash_linear_attention(path: str) -> Callable:
-    chunk = fla_module(path, "fla.ops.simple_gla.chunk").chunk_simple_gla
-
-    def flash_linear_attention(x, dt, A, B, C, D, state) -> tuple[torch.Tensor, torch.Tensor]:
-        B, C = (tensor.repeat_interleave(x.shape[2] // tensor.shape[2], 2) for tensor in (B, C))
-        v = (x * dt[..., None]).to(x.dtype)
-        y, last = chunk(C, B, v, dt * A, scale=1.0, initial_state=state.mT.contiguous(), output_final_state=True)
-        return (y + D[:, None] * x).to(x.dtype), last.mT
-
-    return flash_linear_attention
+def flash_linear_attention(x, dt, A, B, C, D, state) -> tuple[torch.Tensor, torch.Tensor]:
+    return flash_linear.scan(x, dt, A, B, C, D, state)
 
 
 def off(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -70,12 +63,16 @@ def run(args: argparse.Namespace) -> str:
     exact = ours(*(tensor.double() for tensor in arguments))
     scans = [ours, transformers]
     if args.fla:
-        scans.append(flash_linear_attention(args.fla))
+        sys.path.insert(0, str(unpacked(args.fla)))
+    if flash_linear.serves(arguments[0]):
+        scans.append(flash_linear_attention)
     for scan in scans:
-        y, state = scan(*arguments)  # (compiles, and tunes itself, where it does)
+        begin = now(args.device)
+        y, state = scan(*arguments)
+        first = now(args.device) - begin
         errors = off(y, exact[0]), off(state, exact[1])
         if max(errors) > 1e-2:
-            rows.append([scan.__name__, "-", *(f"{error:.0e}" for error in errors), "-"])
+            rows.append([scan.__name__, "-", *(f"{error:.0e}" for error in errors), "-", "-"])
             continue
         peak, seconds = "-", []
         if args.device == "cuda":
@@ -87,12 +84,13 @@ def run(args: argparse.Namespace) -> str:
             seconds.append(now(args.device) - begin)
         if args.device == "cuda":
             peak = f"{(torch.cuda.max_memory_allocated() - before) / 1e9:.2f}"
-        rows.append([scan.__name__, f"{statistics.median(seconds) * 1e3:.1f}", *(f"{e:.0e}" for e in errors), peak])
+        median = f"{statistics.median(seconds) * 1e3:.1f}"
+        rows.append([scan.__name__, median, *(f"{error:.0e}" for error in errors), peak, f"{first:.1f}"])
     title = (
         f"Scan of {args.batch} x {args.tokens} tokens, {args.heads} x {args.head_dim} x {args.state}, "
         f"{args.groups} groups, {args.dtype}, {args.device}, torch {torch.__version__}"
     )
-    return table(title, ["scan", "ms", "error of y", "of the state", "peak, GB"], rows)
+    return table(title, ["scan", "ms", "error of y", "of the state", "peak, GB", "first call, s"], rows)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

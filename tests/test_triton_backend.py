@@ -32,7 +32,7 @@ from twins import Twins, eventful_session
 import hf_replayssm
 from hf_replayssm.models.mixer import is_reference
 from hf_replayssm.models.norms import NORMS
-from hf_replayssm.ops import backend, mamba2
+from hf_replayssm.ops import backend, flash_linear, mamba2
 
 
 pytest.importorskip("triton")
@@ -213,24 +213,26 @@ def test_autocast_changes_the_dtype_on_the_way(name):
 
 
 @interpreted
-@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("who", ["upstream", "flash-linear-attention", "ours"])
 @torch.no_grad()
-def test_who_scans_a_prompt(fast, monkeypatch):
-    """Upstream's scan where it has kernels, else ours."""
+def test_who_scans_a_prompt(who, monkeypatch):
+    """Upstream's scan where it has kernels, else flash-linear-attention's where that is installed, else ours."""
     model = hf_replayssm.enable(tiny_model("mamba2", **SMALL["mamba2"][1]), backend="triton")
     ids, calls = random_ids(2, 9), []
     expected = model(input_ids=ids, use_cache=False).logits
     upstream, scan = sys.modules[mixers(model)[0]._replaced_class.__module__], mamba2.scan
     chunked = upstream.mamba2_chunk_scan
-    if fast:  # a function of its own stands for one with kernels
+    if who == "upstream":  # a function of its own stands for one with kernels
         recorded = lambda *args, **kwargs: (calls.append("upstream"), chunked(*args, **kwargs))[1]  # noqa: E731
         monkeypatch.setattr(upstream, "mamba2_chunk_scan", recorded)
-    assert is_reference(upstream.mamba2_chunk_scan) is not fast
+    assert is_reference(upstream.mamba2_chunk_scan) is (who != "upstream")
+    monkeypatch.setattr(flash_linear, "serves", lambda x: who != "ours")
+    monkeypatch.setattr(flash_linear, "scan", lambda *args: (calls.append("flash-linear-attention"), scan(*args))[1])
     monkeypatch.setattr(mamba2, "scan", lambda *args: (calls.append("ours"), scan(*args))[1])
     cache = hf_replayssm.ReplayCache(config=model.config, buffer_len=3, backend="triton")
     logits = [model(input_ids=part, cache=cache).logits for part in (ids[:, :4], ids[:, 4:5], ids[:, 5:])]
     assert_same_logits(torch.cat(logits, 1), expected)
-    assert calls == ["upstream" if fast else "ours"] * 2 * len(mixers(model))
+    assert calls == [who] * 2 * len(mixers(model))
 
 
 @torch.no_grad()

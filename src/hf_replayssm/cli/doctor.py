@@ -16,6 +16,7 @@ NEEDED = ("torch", "transformers", "datasets", "accelerate")
 OPTIONAL = {
     "triton": "kernels of this package on GPUs",
     "mamba_ssm": "transformers' fast prefill",
+    "flash-linear-attention": "a fast prefill without a compiler (pip install 'hf-replayssm[fla]')",
     "causal_conv1d": "transformers' fast convolution",
     "kernels": "kernels from the Hub",
     "peft": "adapters",

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from transformers.integrations.accelerate import force_accelerate_hooks
 
 from ..layers import ReplayLayer
-from ..ops import mamba2, rms_norm
+from ..ops import flash_linear, mamba2, rms_norm
 from ..positions import Segment
 from .mixer import ReplayMixer, is_reference, outside_autocast
 from .norms import as_rms_norm
@@ -77,7 +77,8 @@ class ReplayMamba2Mixer(ReplayMixer):
         # Upstream's own PyTorch code takes longer than ours, on a CPU three times as long, and more memory. (A compiler
         # would unroll ours, chunk by chunk.)
         if not torch.compiler.is_compiling() and is_reference(upstream.mamba2_chunk_scan):
-            y, state = mamba2.scan(x, dt, A, B, C, self.D, initial_state)
+            scan = flash_linear.scan if flash_linear.serves(x) else mamba2.scan
+            y, state = scan(x, dt, A, B, C, self.D, initial_state)
         else:
             y, state = upstream.mamba2_chunk_scan(
                 x,
