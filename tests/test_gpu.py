@@ -319,7 +319,7 @@ def test_one_layer_on_the_cpu(family, tmp_path):
 
 @pytest.mark.multigpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices")
-@pytest.mark.parametrize("offloaded", [None, 1])
+@pytest.mark.parametrize("offloaded", [None, 0])
 @pytest.mark.parametrize("family", [family for family in FAMILY_NAMES if family != "zamba2"])
 @torch.no_grad()
 def test_two_devices_give_the_tokens_of_one(family, offloaded, tmp_path):

@@ -39,6 +39,9 @@ DTYPES = [F32, BF16, F16]
 # such an error, spread evenly, leave 1.0e-6 in the state behind 65 tokens (with exact powers of two it is 2.9e-7: the
 # products A dt are rounded). The interpreter's are exact.
 LONG = {"cpu": 1e-6, "cuda": 2e-6}
+# Of the outputs of a thousand calls: now and then a row's y is a small difference of large terms. Of two thousand on an
+# H200 the largest error was 3.2e-6, that of the states 7.4e-7, no larger in the end than after a hundred.
+OUTPUTS = {"cpu": 1e-6, "cuda": 5e-6}
 
 # (batch, groups, channels of a group, state, slots), what else differs, and the lengths of the calls.
 SMALL = {
@@ -466,12 +469,12 @@ def test_random_sequences_with_crops(seed, device):
         if bool((layer.held + tokens > slots).any()):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
-        assert error(y, expected) <= LONG[device]
+        assert error(y, expected) <= OUTPUTS[device]
         layer.crop(draw(layer.held))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold)
-        assert error(y, expected) <= LONG[device]
-    assert error(*layer.whole_state()) <= LONG[device]
+        assert error(y, expected) <= OUTPUTS[device]
+    assert error(*layer.whole_state()) <= 1e-6
 
 
 @on_gpu
