@@ -2,6 +2,7 @@
 Times what several GPUs bring: perplexity over processes, and a model whose layers are spread over two devices.
 
     python scripts/benchmark_multigpu.py --device cuda --processes 1 2 --json multigpu.json
+    python scripts/benchmark_multigpu.py --device cuda --documents 512 --batch 32    # small batches: bound by the host
     python scripts/benchmark_multigpu.py --device cpu --geometry tiny --dtype float32 --processes 1 2 --documents 40
 
 *perplexity*: the same documents of random tokens by one process and by several, each with the model on a device of its
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -72,7 +74,9 @@ def over_processes(args: argparse.Namespace, count: int) -> dict[str, Any]:
         command += [__file__, "--worker", str(out), "--device", args.device, "--geometry", args.geometry]
         for name in ("dtype", "documents", "length", "window", "batch"):
             command += [f"--{name}", str(getattr(args, name))]
-        done = subprocess.run(command, capture_output=True, text=True)
+        # As many threads for one process as for several: the launcher gives only the latter one each.
+        threads = str(max(1, (os.cpu_count() or 1) // max(args.processes)))
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": threads})
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
         return json.loads(out.read_text())
@@ -96,7 +100,7 @@ def spread(args: argparse.Namespace, batch: int) -> dict[str, Any]:
     models = {"one": one, "two": two}
     caches = {name: hf_replayssm.ReplayCache(config=model.config) for name, model in models.items()}
     cycle = caches["one"].replay_config.buffer_len
-    ids = random_prompt(one, batch, 64 + cycle * (1 + args.cycles))
+    ids = random_prompt(one, batch, 64 + cycle * (2 + args.cycles))  # (the second cycle still compiles kernels)
     times: dict[str, list[float]] = {name: [] for name in models}
     largest = 0.0
     for stop in range(64, ids.shape[1] + 1):
@@ -122,10 +126,10 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cuda", "cpu"])
     parser.add_argument("--dtype", default="bfloat16", choices=sorted(DTYPES))
     parser.add_argument("--processes", type=int, nargs="*", default=[1, 2])
-    parser.add_argument("--documents", type=int, default=512)
+    parser.add_argument("--documents", type=int, default=4096)
     parser.add_argument("--length", type=int, default=257, help="tokens of a document")
     parser.add_argument("--window", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=32, help="of the evaluation")
+    parser.add_argument("--batch", type=int, default=256, help="of the evaluation")
     parser.add_argument("--spread-batch", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--cycles", type=int, default=4, help="flush cycles that a step is averaged over")
     parser.add_argument("--time-limit", type=float, help="start no row after this many seconds")
