@@ -70,7 +70,7 @@ def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 def check(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
     """Shape (None: any size) and device, and that it is one of the dtypes the kernels serve."""
     # (At once where all is as it should be: every call checks a dozen tensors, and in eager mode the device may wait.)
-    if tensor.shape == shape and tensor.device == like.device and tensor.dtype in DTYPES:
+    if tensor.dtype in DTYPES and tensor.device == like.device and _fits(tensor.shape, shape):
         return
     _check_shape(name, tensor, shape, like)
     if tensor.dtype not in DTYPES:
@@ -88,7 +88,8 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
 
 
 def _fits(actual: torch.Size, shape: tuple[int | None, ...]) -> bool:
-    # (A plain loop, for speed as well.)
+    if actual == shape:
+        return True
     if len(actual) != len(shape):
         return False
     for size, expected in zip(actual, shape):
