@@ -31,7 +31,7 @@ from .models.gated_delta import (
     ReplayQwen3NextMixer,
 )
 from .models.mamba1 import ReplayMamba1Mixer, ReplayZambaMixer
-from .models.mamba2 import ReplayMamba2Mixer
+from .models.mamba2 import ReplayFalconH1Mixer, ReplayMamba2Mixer
 from .models.mixer import ReplayMixer
 from .models.norms import ReplayRMSNorm, is_norm
 from .models.replaced import ReplacedClass, check_replaceable, replace_class, restore_class
@@ -43,6 +43,7 @@ REPLAY_IMPLEMENTATIONS = ("replayssm", "replayssm_static")
 # By recurrence, or by model type for a family with a class of its own.
 MIXERS: dict[str, type[ReplayMixer]] = {
     "mamba2": ReplayMamba2Mixer,
+    "falcon_h1": ReplayFalconH1Mixer,
     "mamba1": ReplayMamba1Mixer,
     "zamba": ReplayZambaMixer,
     "gated_delta": ReplayGatedDeltaMixer,

@@ -36,6 +36,8 @@ class InputBuffer:
 
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.names, self._tensors = tuple(tensors), tuple(tensors.values())
+        # Of one slot of one row. (Read at every forward.)
+        self.slot_bytes = sum(t.numel() * t.element_size() // (t.shape[0] * t.shape[2]) for t in self._tensors)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[self.names.index(name)]
@@ -47,12 +49,6 @@ class InputBuffer:
     @property
     def device(self) -> torch.device:
         return self._tensors[0].device
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of one row."""
-        rows = self._tensors[0].shape[0]
-        return sum(t.numel() * t.element_size() for t in self._tensors) // (rows * self.capacity)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self._tensors
@@ -184,6 +180,7 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
     def release(self) -> None:
         """Gives the tensors back; the next forward allocates again."""
         self.checkpoint: torch.Tensor | None = None
+        self.checkpoint_bytes = 0  # of one row, its scales included
         self.scale: torch.Tensor | None = None
         self.inputs: InputBuffer | None = None
         self.conv_inputs: torch.Tensor | None = None
@@ -384,12 +381,6 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         """The state in front of the buffer, (b, *state_shape): the checkpoint with its scale, if it has one."""
         return quantize.read(self.checkpoint, self.scale)
 
-    @property
-    def checkpoint_bytes(self) -> int:
-        """Bytes of the checkpoint of one row, its scales included."""
-        tensors = (self.checkpoint,) if self.scale is None else (self.checkpoint, self.scale)
-        return sum(tensor.nbytes // tensor.shape[0] for tensor in tensors)
-
     def _write_checkpoint(self, state: torch.Tensor, segment: Segment, count: Rows) -> None:
         """
         The rows for which `count` is not zero take their new `state`, behind as many held tokens of the segment (of a
@@ -442,19 +433,26 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self.device, self.dtype = device, dtype
         shape, checkpoint_dtype = (batch, *self.recurrence.state_shape), self.cache.replay_config.checkpoint_dtype
         self.checkpoint = backend.new_checkpoint(shape, checkpoint_dtype, device)
+        self.checkpoint_bytes = self.checkpoint.nbytes // batch
         if quantize.has_scale(checkpoint_dtype):
             self.scale = quantize.new_scale(shape, self.recurrence.scale_dim, device)
+            self.checkpoint_bytes += self.scale.nbytes // batch
         self.inputs = InputBuffer(self.recurrence.new_inputs(batch, slots, dtype, device))
 
-    @torch.inference_mode(False)
     def _reserve_conv(self, inputs: torch.Tensor, kernel: int) -> None:
+        """A ring for the reach of the convolution and what the forward may need to give back."""
         forward = self.cache.forward_in_progress
         forward.touched = True
         ring = kernel + forward.ring
+        if self.conv_inputs is None or self.conv_inputs.shape[1] < ring:
+            self._allocate_conv(inputs, kernel, ring)
+
+    @torch.inference_mode(False)
+    def _allocate_conv(self, inputs: torch.Tensor, kernel: int, ring: int) -> None:
         if self.conv_inputs is None:
             self.conv_kernel_size = {0: kernel}
             self.conv_inputs = inputs.new_zeros((inputs.shape[0], ring, inputs.shape[2]))
-        elif self.conv_inputs.shape[1] < ring:
+        else:
             # A larger ring: every token that is there moves to its slot in the new one.
             seen, old = Rows(self.cache.positions.seen), self.conv_inputs
             slots, exists = ring_slots(seen, old.shape[1], old.shape[1], old.device)

@@ -3,6 +3,7 @@ The kernels as torch operators: what torch requires of one, `torch.compile`, CUD
 fit, and copies from the Kernel Hub. See `test_mamba2.py` for how it is run.
 """
 
+import contextlib
 import importlib.util
 import math
 import sys
@@ -15,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 from cases import BF16, F16, F32, INTERPRETED, Layer, error, needs, on_gpu, run_in_interpreter, same_bits
 from misfits import assert_same, cast, copy, elsewhere, few_slots, flat, gaps, named, refuses, shorter, three_heads
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayssm_kernels as kernels
 
@@ -135,6 +137,51 @@ def test_compiles_for_any_number_of_rows_and_tokens(device):
         assert all(same_bits(x, y) for x, y in zip(expected, compiled(b)))
         assert_same(a, b)
     torch._dynamo.reset()
+
+
+class Twice(torch.Tensor):
+    """A subclass without a storage of its own, as a DTensor is: what is done to it is done to a tensor inside."""
+
+    @staticmethod
+    def __new__(cls, inside):
+        return torch.Tensor._make_wrapper_subclass(cls, inside.shape, dtype=inside.dtype, device=inside.device)
+
+    def __init__(self, inside):
+        self.inside = inside
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args = [arg.inside if isinstance(arg, cls) else arg for arg in args]
+        return cls(function(*args, **(kwargs or {})))
+
+
+@needs
+@pytest.mark.parametrize("onlooker", ["nobody", "autograd", "a mode", "a subclass"])
+def test_torch_is_passed_by_where_nothing_looks_on(onlooker, device):
+    """In eager mode a function calls its kernels itself; else torch has an operator to see. Results are the same."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    seen, a = [], arguments(device)
+    expected = decode(copy(a))
+    b = copy(a)
+    if onlooker == "a subclass":
+        b["xBC"] = Twice(b["xBC"])
+    with torch.set_grad_enabled(onlooker == "autograd"), Mode() if onlooker == "a mode" else contextlib.nullcontext():
+        with torch.autograd.profiler.profile() as profile:
+            y = decode(b)
+    if onlooker == "a subclass":
+        assert type(y) is Twice
+        y, b["xBC"] = y.inside, b["xBC"].inside
+    name = f"{kernels.mamba2_step.__module__.partition('.')[0]}::mamba2_decode"
+    assert (name in {event.name for event in profile.function_events}) == (onlooker != "nobody")
+    assert (name in seen) == (onlooker == "a mode")
+    decode(a)
+    assert same_bits(expected, y)
+    assert_same(a, b)
 
 
 @on_gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -181,8 +181,7 @@ def check_conv(
     return activation is not None
 
 
-@dataclass(frozen=True)
-class Convolution:
+class Convolution(NamedTuple):
     """What the kernels of a recurrence take of the convolution in front: shapes as for [`causal_conv`]."""
 
     ring: torch.Tensor

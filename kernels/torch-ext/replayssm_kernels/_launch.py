@@ -14,11 +14,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SCALED_DTYPES = (torch.int8, torch.float8_e4m3fn)  # of a checkpoint alone, with scales
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager:
     """Makes the tensor's device the current one, since triton launches on the current device."""
-    if tensor.device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.get_device_module(tensor.device).device(tensor.device)
+    device = tensor.device
+    if device.type == "cpu":
+        return _HERE
+    module = torch.get_device_module(device)
+    return _HERE if module.current_device() == device.index else module.device(device)
 
 
 @functools.cache
@@ -64,6 +69,9 @@ def rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def check(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
     """Shape (None: any size) and device, and that it is one of the dtypes the kernels serve."""
+    # (At once where all is as it should be: every call checks a dozen tensors, and in eager mode the device may wait.)
+    if tensor.dtype in DTYPES and tensor.device == like.device and _fits(tensor.shape, shape):
+        return
     _check_shape(name, tensor, shape, like)
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{name} is {tensor.dtype}; the kernels take float32, bfloat16 and float16: cast it.")
@@ -71,7 +79,7 @@ def check(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: 
 
 def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...], like: torch.Tensor) -> None:
     if not _fits(tensor.shape, shape):
-        wanted = shape
+        wanted = tuple(shape)
         if tensor.dim() == len(shape):
             wanted = tuple(actual if size is None else size for size, actual in zip(shape, tensor.shape))
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; with the other arguments it must be {wanted}.")
@@ -80,7 +88,8 @@ def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int | None, ...],
 
 
 def _fits(actual: torch.Size, shape: tuple[int | None, ...]) -> bool:
-    """(A plain loop: every call checks a dozen tensors, and in eager mode the device may wait for it.)"""
+    if actual == shape:
+        return True
     if len(actual) != len(shape):
         return False
     for size, expected in zip(actual, shape):

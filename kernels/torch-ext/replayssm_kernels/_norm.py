@@ -118,15 +118,17 @@ def rms_norm(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together.
     """
-    if y.dim() == 0:
+    shape = y.shape
+    if not shape:
         raise ValueError("y has no dimension to normalise: give it one.")
-    check("y", y, tuple(y.shape), y)
+    columns = shape[-1]
+    check("y", y, shape, y)
     if gate is not None:
-        check("gate", gate, tuple(y.shape), y)
-    check("weight", weight, tuple(y.shape[-1:]), y)
-    group_size = y.shape[-1] if group_size is None else group_size
-    if y.shape[-1] and (group_size < 1 or y.shape[-1] % group_size):
-        raise ValueError(f"{y.shape[-1]} columns are not groups of {group_size}: `group_size` must divide them.")
+        check("gate", gate, shape, y)
+    check("weight", weight, (columns,), y)
+    group_size = columns if group_size is None else group_size
+    if columns and (group_size < 1 or columns % group_size):
+        raise ValueError(f"{columns} columns are not groups of {group_size}: `group_size` must divide them.")
     if norm_before_gate and gate is None:
         raise ValueError("`norm_before_gate=True` needs a gate: pass one, or leave it out.")
     if norm_before_gate and not weight_in_float32:
@@ -148,21 +150,28 @@ def _norm(
     norm_before_gate: bool,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    out = y.new_empty(y.shape, dtype=out_dtype)
+    out = torch.empty_like(y, dtype=out_dtype, memory_format=torch.contiguous_format)
     if out.numel() == 0:
         return out
     columns = y.shape[-1]
-    # One stride for all rows. (A view, if y and gate are the results of projections.)
-    y = rows_contiguous(y.reshape(-1, columns))
-    gated, gate = gate is not None, y if gate is None else rows_contiguous(gate.reshape(-1, columns))
-    groups = columns // group_size
+    y, y_stride = _rows(y, columns)
+    gated = gate is not None
+    gate, gate_stride = _rows(gate, columns) if gated else (y, 0)
     block = max(16, min(next_power_of_2(group_size), WIDEST))
     with on_device_of(y):
-        _rms_norm_kernel[(y.shape[0] * groups,)](
-            y, gate, weight.contiguous(), out, y.stride(0), gate.stride(0), eps, groups, group_size, gated,
+        _rms_norm_kernel[(out.numel() // group_size,)](
+            y, gate, weight.contiguous(), out, y_stride, gate_stride, eps, columns // group_size, group_size, gated,
             norm_before_gate, weight_in_float32, block, num_warps=min(16, cdiv(block, 256)),
         )  # fmt: skip
     return out
+
+
+def _rows(tensor: torch.Tensor, columns: int) -> tuple[torch.Tensor, int]:
+    """The tensor as rows, and how far they are apart. (A view, if it is what a projection gives or a part of it.)"""
+    if tensor.is_contiguous():
+        return tensor, columns
+    tensor = rows_contiguous(tensor.reshape(-1, columns))
+    return tensor, tensor.stride(0)
 
 
 _norm_op = define(

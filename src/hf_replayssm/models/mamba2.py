@@ -32,7 +32,8 @@ class ReplayMamba2Mixer(ReplayMixer):
         """Raw xBC (b, t, conv_dim) and dt (b, t, h) of the segment -> y (b, t, h, p), a row's real tokens first."""
         upstream = sys.modules[self._replaced_class.__module__]
         batch, tokens, _ = xBC.shape
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        conv1d = self.conv1d
+        weight, bias = conv1d.weight.squeeze(1), conv1d.bias
         low, high = layer.cache.replay_config.time_step_limit or self.time_step_limit
         dt_rule = {"dt_bias": self.dt_bias, "dt_min": low, "dt_max": high}
         kernels = not segment.scan and layer.uses_kernels(xBC)
@@ -98,12 +99,10 @@ class ReplayMamba2Mixer(ReplayMixer):
 
     def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """gate (b, t, intermediate), xBC (b, t, conv_dim) and dt (b, t, h) before its bias."""
-        if hasattr(self, "ssm_in_multiplier"):  # Falcon-H1: muP
-            hidden_states = hidden_states * self.ssm_in_multiplier
-        projected = self.in_proj(hidden_states)
-        if hasattr(self, "mup_vector"):
-            projected = projected * self.mup_vector
-        return projected.split([self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
+        return self._split(self.in_proj(hidden_states))
+
+    def _split(self, projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return torch.split_with_sizes(projected, [self.intermediate_size, self.conv_dim, self.num_heads], dim=-1)
 
     def _output(self, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """y (b, t, h, p) and gate (b, t, intermediate) -> (b, t, hidden)."""
@@ -111,10 +110,20 @@ class ReplayMamba2Mixer(ReplayMixer):
 
     def _gated_norm(self, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:
         """y and gate (b, t, intermediate) -> the same in `dtype`."""
-        if not getattr(self, "mamba_rms_norm", True):
-            return (y * F.silu(gate)).to(dtype)  # Falcon-H1 without a norm
         # (A compiler fuses the module by itself.)
         norm = None if torch.compiler.is_compiling() else as_rms_norm(self.norm)
         if norm is not None and rms_norm.uses_kernel(norm, y, gate, dtype, backend):
             return rms_norm.rms_norm_triton(norm, y, gate, dtype)
         return self.norm(y, gate).to(dtype)
+
+
+class ReplayFalconH1Mixer(ReplayMamba2Mixer):
+    """It multiplies what goes into and comes out of the first projection (muP), and may have no norm."""
+
+    def _project(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self._split(self.in_proj(hidden_states * self.ssm_in_multiplier) * self.mup_vector)
+
+    def _gated_norm(self, y: torch.Tensor, gate: torch.Tensor, dtype: torch.dtype, backend: str) -> torch.Tensor:
+        if self.mamba_rms_norm:
+            return super()._gated_norm(y, gate, dtype, backend)
+        return (y * F.silu(gate)).to(dtype)

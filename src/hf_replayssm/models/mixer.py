@@ -41,13 +41,12 @@ class ReplayMixer(ReplacedClass):
         gate, *inputs = self._project(hidden_states)
         constants = layer.update_constants(lambda: self._constants(accumulate_dtype(*inputs)))
 
+        outputs, segments = [], cache.forward_in_progress.segments
         with torch.no_grad():
-            outputs = [
-                segment.original_order(
-                    self._replay_segment(layer, segment, *[tensor[:, segment.columns] for tensor in inputs])
-                )
-                for segment in cache.forward_in_progress.segments
-            ]
+            for segment in segments:
+                # (One segment is the whole: no launches and no views that a step can do without.)
+                columns = inputs if len(segments) == 1 else [tensor[:, segment.columns] for tensor in inputs]
+                outputs.append(segment.original_order(self._replay_segment(layer, segment, *columns)))
         y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if torch.is_grad_enabled():
             y = RefuseBackward.apply(y, *inputs, *constants, *self._parameters_inside())
@@ -89,6 +88,8 @@ def outside_autocast(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def wrapped(self, layer: ReplayLayer, segment: Segment, tensor: torch.Tensor, *others: Any) -> torch.Tensor:
+        if not torch.is_autocast_enabled(tensor.device.type):  # (asking is quicker)
+            return method(self, layer, segment, tensor, *others)
         with torch.autocast(tensor.device.type, enabled=False):
             return method(self, layer, segment, tensor, *others)
 

@@ -87,8 +87,6 @@ def _by_class(table: dict) -> dict:
 
 _GATED_BY_CLASS, _BY_CLASS = _by_class(GATED_NORMS), _by_class(NORMS)
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def as_rms_norm(norm: torch.nn.Module) -> RMSNorm | None:
     """What a call of a gated norm computes; None where that is more, or something else, than is known here."""
@@ -107,7 +105,9 @@ def _is_called_as_it_is(norm: torch.nn.Module) -> bool:
     # accelerate's hooks, and whatever else replaces a forward on the module. (Removed hooks leave the class's there.)
     if "_hf_hook" in own or ("forward" in own and getattr(own["forward"], "__func__", None) is not cls.forward):
         return False
-    if own.get("_compiled_call_impl") is not None or any(own[name] for name in _HOOKS):
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    if own.get("_compiled_call_impl") is not None:
         return False
     # (A weight that is computed, or was taken away, is no parameter.)
     return own["_parameters"].get("weight") is not None and not nn_module._has_any_global_hook()
@@ -143,11 +143,11 @@ class ReplayRMSNorm(ReplacedClass):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         # (A compiler fuses upstream's code by itself.)
         backend = None if torch.compiler.is_compiling() else _replaying.get()
-        if backend is not None and self.weight is not None and _is_upstreams(self._replaced_class):
-            norm = RMSNorm(self.weight, self.variance_epsilon, self.weight.shape[-1], self._weight_in_float32)
+        if backend is not None and (weight := self.weight) is not None and _is_upstreams(self._replaced_class):
+            norm = RMSNorm(weight, self.variance_epsilon, weight.shape[-1], self._weight_in_float32)
             dtype = hidden_states.dtype
             if not norm.weight_in_float32:
-                dtype = torch.promote_types(dtype, self.weight.dtype)
+                dtype = torch.promote_types(dtype, weight.dtype)
             if rms_norm.uses_kernel(norm, hidden_states, None, dtype, backend):
                 return rms_norm.rms_norm_triton(norm, hidden_states, None, dtype)
         return super().forward(hidden_states)

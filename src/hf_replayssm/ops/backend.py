@@ -35,11 +35,17 @@ def triton_unavailable(device: torch.device, dtypes: Iterable[torch.dtype] = ())
         return "the kernels compute in float32, and the model or its checkpoint is float64"
     if torch.float8_e4m3fn in dtypes and (reason := _float8_unavailable(device)) is not None:
         return reason
+    return _kernels_unavailable(device.type)
+
+
+@functools.cache  # what can be imported and run stays so, and every layer asks at every step
+def _kernels_unavailable(device_type: str) -> str | None:
+    """Why the kernels cannot run on devices of this type."""
     try:
         import replayssm_kernels
     except ImportError as error:
         return f"the package replayssm_kernels cannot be imported ({error})"
-    return replayssm_kernels.unavailable_reason(device)
+    return replayssm_kernels.unavailable_reason(device_type)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ ten launches for a decode step, the kernel one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -21,8 +21,7 @@ from . import backend as backends
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True)
-class RMSNorm:
+class RMSNorm(NamedTuple):
     """What a norm module computes; the fields are arguments of `replayssm_kernels.rms_norm`."""
 
     weight: torch.Tensor
@@ -39,27 +38,27 @@ def uses_kernel(
     Whether the Triton kernel gives what the module would: for plain tensors on one device (no DTensor, nothing
     quantised, nothing that is still to be loaded), without a gradient and outside of autocast.
     """
-    # (Plain loops: a model asks dozens of times a step, and in eager mode the device may wait for it.)
-    if type(norm.weight) is not torch.nn.Parameter or out_dtype not in DTYPES:
+    # (Comparisons alone: a model asks dozens of times a step, and in eager mode the device may wait for it.)
+    weight, device, shape = norm.weight, y.device, y.shape
+    if type(y) is not torch.Tensor or type(weight) is not torch.nn.Parameter or weight.device != device:
         return False
-    gradients, shape = torch.is_grad_enabled(), y.shape
-    for tensor in (y, norm.weight) if gate is None else (y, norm.weight, gate):
-        if tensor.dtype not in DTYPES or tensor.device != y.device or (gradients and tensor.requires_grad):
-            return False
-        if tensor is not norm.weight and (type(tensor) is not torch.Tensor or tensor.shape != shape):
-            return False
-    if norm.weight.shape != shape[-1:] or shape[-1] % norm.group_size:
+    if y.dtype not in DTYPES or weight.dtype not in DTYPES or out_dtype not in DTYPES:
+        return False
+    if weight.shape != shape[-1:] or shape[-1] % norm.group_size:
         return False  # upstream's own error, or its broadcasting
-    if torch.is_autocast_enabled(y.device.type):
+    if gate is not None:
+        if type(gate) is not torch.Tensor or gate.shape != shape or gate.device != device or gate.dtype not in DTYPES:
+            return False
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (y, weight, gate)):
         return False
-    return backends.resolve(backend, y.device) == "triton"
+    return not torch.is_autocast_enabled(device.type) and backends.resolve(backend, device) == "triton"
 
 
 def rms_norm_triton(norm: RMSNorm, y: torch.Tensor, gate: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     """y (..., d) and gate of its shape, or None -> what the module returns, in `out_dtype`."""
-    from replayssm_kernels import rms_norm
+    import replayssm_kernels
 
-    return rms_norm(
+    return replayssm_kernels.rms_norm(
         y,
         gate,
         norm.weight,
