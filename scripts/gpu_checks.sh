@@ -75,7 +75,7 @@ recurrences() { # besides Mamba-2
     local device=(--device cuda --tokens 8192 --heads 128 --groups 8 --dtype bfloat16)
     part scan 180 "$PYTHON" scripts/benchmark_scan.py "${device[@]}" ${FLA:+--fla "$FLA"}
 }
-tune() { # checkpoints of 8 bits, for which configs.json has no rows yet
+tune() { # checkpoints of 8 bits: configs.json has no rows of their windows and of small batches yet
     part tune-8-bits 300 "$PYTHON" scripts/tune_kernels.py --checkpoint int8 --batch 1 8 32 128 512 --tokens 1 8 \
         --workers "$WORKERS" --json "$OUT/configs-8-bits.json"
     part kernels-8-bits 300 "$PYTHON" scripts/benchmark_kernels.py "${baseline[@]}" --geometry Nemotron-H-8B --full \

@@ -30,20 +30,18 @@ STEP = [
     (64, 4, 64, "keep", (0, 96)),
     (64, 4, 32, "keep", (0,)),
 ]
-# In 8 bits a row of 128 is 128 bytes: larger tiles keep as many bytes under way, and take no more registers.
+# In 8 bits a head of 64 rows of 128 is one tile of one warp: as many bytes under way, and all that a program does
+# besides is done half as often. A flush reads again whatever the kind ("keep" is here for the fused kernel).
 STEP_8_BITS = [
-    (64, 1, 64, "again", (0, 128)),
-    (64, 1, 128, "again", (0, 168)),
-    (64, 2, 64, "again", (0, 128)),
-    (64, 2, 128, "again", (0, 128)),
-    (64, 4, 64, "keep", (0, 96)),
-    (64, 4, 128, "again", (0, 96)),
-    (64, 2, 64, "stream", (0, 128)),
+    (64, 1, 64, "stream", (0, 128)),
+    (64, 1, 128, "stream", (0, 128)),
+    (64, 1, 128, "prefetch", (0, 128)),
+    (64, 1, 64, "again", (128,)),
+    (32, 1, 64, "keep", (0,)),
 ]
 # Windows: block_p, warps, columns, slots at a time, limits on registers.
 WINDOW = [
     (64, 2, 64, 32, (0, 128)),
-    (64, 1, 64, 32, (0,)),
     (64, 2, 32, 16, (0, 96)),
     (64, 4, 64, 32, (0, 96)),
 ]
@@ -85,7 +83,7 @@ class Job:
 
         evict = "evict_first" if self.small else ""
         if self.tokens == 1:
-            shapes = STEP + (STEP_8_BITS if benchmark.SIZE[self.case.checkpoint] == 1 else [])
+            shapes = STEP_8_BITS if self.case.checkpoint in benchmark.SCALED else STEP
             tiles = [Tile(p, w, c, evict, 16, state, r) for p, w, c, state, limits in shapes for r in limits]
         else:
             tiles = [Tile(p, w, c, evict, slots, registers=r) for p, w, c, slots, limits in WINDOW for r in limits]

@@ -142,6 +142,18 @@ def test_8_bits_compile(tokens, checkpoint_dtype, compiled):
     assert {name for name, _ in compiled} == names
 
 
+@sm_90
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, pytest.param(FP8, marks=pytest.mark.slow)], ids=str)
+def test_a_step_in_8_bits_is_a_matrix_product_of_what_is_copied_asynchronously(checkpoint_dtype, compiled, monkeypatch):
+    """In one part, too; the state is asked for before the wait for the other launch."""
+    monkeypatch.setattr(_configs, "OVERRIDE", Config(Tile(64, 1, 128, state="prefetch")))
+    decode(fused=False, checkpoint_dtype=checkpoint_dtype)
+    (step,) = (result.asm["ptx"] for name, result in compiled if name == "_step_kernel")
+    assert "mma.sync" in step and ".f32.f16.f16.f32" in step
+    assert step.index("prefetch.global.L2") < step.index("griddepcontrol.wait") < step.index("cp.async.cg")
+    assert step.index("cp.async.cg") < step.index(".f32.f16.f16.f32")
+
+
 CONFIGS = [
     Config(Tile(32, 2, 32, state="stream")),
     Config(Tile(32, 1, 64, state="keep", registers=128)),

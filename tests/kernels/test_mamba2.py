@@ -117,7 +117,9 @@ def test_dtypes(conv, dtype, checkpoint_dtype, device):
 
 @needs
 @pytest.mark.parametrize("seed", [None, 2**32 - 5], ids=["nearest", "stochastic"])
-@pytest.mark.parametrize(("dtype", "checkpoint_dtype"), [(BF16, INT8), (F32, FP8)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "checkpoint_dtype"), [(BF16, INT8), (F16, FP8), (F32, FP8), (BF16, FP8), (F16, INT8)], ids=str
+)
 def test_8_bits(dtype, checkpoint_dtype, seed, device):
     """Steps, windows and flushes from rows with a scale, which is new after every flush."""
     layer = Layer((2, 2, 1, 24, 48, 8), device, dtype, checkpoint_dtype, conv=4 if seed else 0, seen=6, first=6)
@@ -127,12 +129,47 @@ def test_8_bits(dtype, checkpoint_dtype, seed, device):
 
 
 @needs
-@pytest.mark.parametrize(("checkpoint_dtype", "state"), [(INT8, "keep"), (INT8, "again"), (FP8, "stream")], ids=str)
-def test_8_bits_in_every_kind_of_configuration(state, checkpoint_dtype, device, monkeypatch):
-    monkeypatch.setattr(_configs, "OVERRIDE", Config(Tile(16, 1, 16, state=state), append_block=32))
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "state", "columns"),
+    [(INT8, "keep", 16), (INT8, "again", 64), (FP8, "stream", 16), (INT8, "stream", 64)],
+    ids=str,
+)
+def test_8_bits_in_every_kind_of_configuration(state, columns, checkpoint_dtype, device, monkeypatch):
+    monkeypatch.setattr(_configs, "OVERRIDE", Config(Tile(16, 1, columns, state=state), append_block=32))
     for slots, lengths in ((5, (1, 1)), (20, (17, 1))):
         layer = Layer((2, 1, 1, 24, 40, slots), device, BF16, checkpoint_dtype, first=slots - 2)
         play(layer, lengths, seed=slots, fused=(False,), flushes=1.0)
+
+
+@needs
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("checkpoint_dtype", [INT8, FP8], ids=str)
+def test_8_bits_by_C_of_any_size(checkpoint_dtype, tokens, device):
+    """C goes into float16 beside a checkpoint of 8 bits, whatever its range."""
+    shape = (8, 2, 1, 16, 128)
+    batch, heads, groups, head_dim, state = shape
+    generator = torch.Generator(device).manual_seed(0)
+    sizes = torch.tensor([0.0, 1e-24, 1e-10, 1e-5, 1.0, 1e5, 1e30, 1e34], device=device)
+    C = torch.randn(batch, tokens, groups, state, generator=generator, device=device)
+    C[..., ::7] *= 1e-6  # not all of one size
+    C = (C * sizes[:, None, None, None]).to(BF16)
+    x = torch.zeros(batch, tokens, heads, head_dim, device=device, dtype=BF16)
+    dt = torch.full((batch, tokens, heads), 0.5, device=device)
+    buffers = [torch.full((batch, n, 4, size), NAN, device=device, dtype=BF16)
+               for n, size in ((heads, head_dim), (groups, state))]  # fmt: skip
+    buffers.append(torch.full((batch, heads, 4), NAN, device=device))
+    A = torch.tensor([-1.0, -0.25], device=device)
+    checkpoint = torch.randn(batch, heads, head_dim, state, generator=generator, device=device)
+    checkpoint = checkpoint.mul(40 if checkpoint_dtype == INT8 else 100).to(checkpoint_dtype)
+    scale = torch.rand(batch, heads, head_dim, 1, generator=generator, device=device)
+    positions = torch.tensor([9, 0, 0, tokens, 0], dtype=torch.int32, device=device)[:, None].repeat(1, batch)
+    y = kernels.mamba2_step(positions, x, torch.zeros_like(C), C, dt, *buffers, A, None, checkpoint, scale=scale,
+                            fused=False, out_dtype=F32)  # fmt: skip
+    passed = 0.5 * torch.arange(1, tokens + 1, device=device, dtype=torch.float64)
+    decay = torch.exp(A.double() * passed[:, None])[:, :, None]
+    products = (checkpoint.double() * scale.double())[:, None] * C.double()[:, :, :, None]
+    allowed = 1e-6 * products.abs().sum(-1) * decay
+    assert ((y.double() - products.sum(-1) * decay).abs() <= allowed).all()
 
 
 @on_gpu

@@ -28,7 +28,9 @@ class Tile:
     evict: str = ""  # eviction policy of the state's loads
     slots: int = 16  # of the buffer at a time, a power of two >= 16
     # One token: how a row that flushes comes by the state. "keep": it stays in registers; "again": it is read once
-    # more; "stream": the same, and neither time into registers as a whole, but through shared memory.
+    # more; "stream": the same, and neither time into registers as a whole, but through shared memory; "prefetch": as
+    # "stream", and already on its way into the L2 cache while the launch in front goes on (a small batch gains by it).
+    # In 8 bits a flush of a row that "keep" names reads it again, too.
     state: str = "again"
     # Registers of a thread, at most (0: what the compiler takes; NVIDIA only). The branch of a flush needs many: what
     # it spills costs the rows that flush, and more programs are under way in all the others.
@@ -65,7 +67,7 @@ def _choose(device: str, heads: int, head_dim: int, state: int, state_bytes: int
         if entry["device"] == device and entry["state_bytes"] == state_bytes and (entry["tokens"] > 1) == (tokens > 1)
     ]
     if not entries:
-        return _default(heads, head_dim, state)
+        return _default(heads, head_dim, state, state_bytes, tokens)
 
     def distance(entry: dict) -> tuple:
         other = entry["heads"] * entry["head_dim"] * entry["state"]
@@ -79,28 +81,38 @@ def _choose(device: str, heads: int, head_dim: int, state: int, state_bytes: int
 
 
 def fit(tile: Tile, head_dim: int, state: int, tuned_for: int) -> Tile:
-    """The tile for another head_dim and state: as many elements, and no row beyond the head's where that can be."""
+    """
+    The tile for another head_dim and state: as many elements, and no row beyond the head's where that can be. A warp
+    takes 4096 elements at most, or as many as it was tuned with if its rows get no longer: a flush in 8 bits keeps
+    whole rows in registers.
+    """
     block_p = max(16, tile.block_p * tuned_for // max(next_power_of_2(state), 16))
     block_p = min(block_p, max(next_power_of_2(head_dim), 16))
     while block_p > 16 and head_dim % block_p:
         block_p //= 2
     elements = block_p * next_power_of_2(state)
+    most = 128 * 32
+    if state <= tuned_for:
+        most = max(most, tile.block_p * next_power_of_2(tuned_for) // tile.warps)
     warps = tile.warps
     while warps > 1 and elements < 16 * 32 * warps:
         warps //= 2
-    while warps < 8 and elements > 128 * 32 * warps:
+    while warps < 8 and elements > most * warps:
         warps *= 2
     alike = elements * tile.warps == tile.block_p * next_power_of_2(tuned_for) * warps  # in a thread
     return replace(tile, block_p=block_p, warps=warps, registers=tile.registers if alike else 0)
 
 
-def _default(heads: int, head_dim: int, state: int) -> Config:
+def _default(heads: int, head_dim: int, state: int, state_bytes: int, tokens: int) -> Config:
     """
-    For a device that was not tuned for: 4096 elements of the state a warp keep enough loads under way. A small batch
-    has latency to save, hence one launch.
+    For a device that was not tuned for: 4096 elements of the state a warp keep enough loads under way, 8192 where they
+    are bytes. A small batch has latency to save, hence one launch.
     """
-    tile = fit(Tile(32, 1, 64), head_dim, state, tuned_for=128)
-    return Config(tile, fused=heads < 512)
+    fused = heads < 512
+    tile = Tile(32, 1, 64)
+    if state_bytes == 1 and tokens == 1 and not fused:
+        tile = Tile(64, 1, 64, state="stream")
+    return Config(fit(tile, head_dim, state, tuned_for=128), fused=fused)
 
 
 @functools.cache

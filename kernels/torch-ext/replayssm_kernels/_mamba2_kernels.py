@@ -20,7 +20,11 @@ groups. Differences pre_t - pre_j are summed from the newest token backwards: no
 above 0.
 
 A checkpoint of 8 bits has a float32 scale for each of its rows, (batch, head, P): a product with a row takes it once,
-behind the sum. A flush finds the greatest number of each of its rows first, and then rounds (`_rounding.py`).
+behind the sum. Converted to float32 and multiplied there, one number would cost more instructions than bytes. float16
+holds the numbers of either type, and two are converted at a time: with 16-bit activations S0 C_t is a matrix product,
+of which a single token uses one column. C then is float16, too, each of its rows times a power of two that takes the
+greatest of it near the end of the range (`_append_kernel`): what is lost below is less than float32 rounds. A flush
+finds the greatest number of each of its rows first, and then rounds (`_rounding.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +32,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, dot_float32_by_16bit, dot_for_output, final_dt
+from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, dot_for_output, final_dt
 from ._conv import convolve, record
-from ._overlap import may_start_next, wait_for_previous
+from ._overlap import may_start_next, prefetch, wait_for_previous
 from ._positions import ring_slot, row_positions
-from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
+from ._rounding import absolute_bits, as_float16, as_float32, load_scale, random_keys, rounded, store_scale
 
 
 @triton.jit(do_not_specialize=["batch", "T", "t0"])
@@ -52,6 +56,8 @@ def _append_kernel(
     b_buffer_ptr,
     dt_buffer_ptr,
     scores_ptr,  # (batch, group, T, SLOTS): B_j . C_t, j the place in the buffer
+    c_float16_ptr,  # (batch, T, group, N), for a checkpoint of 8 bits: C, in units that are
+    c_unit_ptr,  # (batch, T, group) powers of two; both None otherwise
     batch,
     x_stride_b, x_stride_t, x_stride_h,
     b_stride_b, b_stride_t, b_stride_g,
@@ -131,14 +137,24 @@ def _append_kernel(
         C = tl.where(n_ok[None, :], C, 0.0)
         record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, b_channel, n_ok, CHANNELS, RING, REUSES_SLOTS)
         record(new_ptr, x_stride_t, row_ring_ptr, seen, count, t, c_channel, n_ok, CHANNELS, RING, REUSES_SLOTS)
-        tl.store(
-            c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
-            C,
-            mask=(t < T)[:, None] & n_ok[None, :],
-        )
+        if c_float16_ptr is None:
+            tl.store(
+                c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :],
+                C,
+                mask=(t < T)[:, None] & n_ok[None, :],
+            )
     else:
         B = tl.load(b_ptr + b * b_stride_b + t[:, None] * b_stride_t + g * b_stride_g + n[None, :], tile_ok, other=0.0)
         C = tl.load(c_ptr + b * c_stride_b + t[:, None] * c_stride_t + g * c_stride_g + n[None, :], tile_ok, other=0.0)
+    if c_float16_ptr is not None:
+        up, unit = _float16_range(C)
+        row = (b * T + t) * G + g
+        tl.store(c_unit_ptr + row, unit, mask=t < T)
+        tl.store(
+            c_float16_ptr + row[:, None] * N + n[None, :],
+            (C.to(tl.float32) * up[:, None]).to(tl.float16),
+            mask=(t < T)[:, None] & n_ok[None, :],
+        )
     row_b_buffer_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     B = B.to(b_buffer_ptr.dtype.element_ty)
     tl.store(row_b_buffer_ptr + slot[:, None] * N + n[None, :], B, mask=tile_ok)
@@ -204,6 +220,7 @@ def _step_kernel(
     y_ptr,  # (batch, 1, head, P)
     batch,
     c_stride_b, c_stride_t, c_stride_g,
+    c_unit_ptr,  # (batch, 1, group): C is float16, in these units (_append_kernel); else None
     scale_ptr,  # (batch, head, P), of a checkpoint of 8 bits; else None
     seed,  # of stochastic rounding; None: to the nearest
     H: tl.constexpr,
@@ -215,14 +232,17 @@ def _step_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     STREAM: tl.constexpr,  # the state goes through shared memory, and not into registers at once
+    PREFETCH: tl.constexpr,  # and is on its way into the L2 cache before that
     KEEP: tl.constexpr,  # it is kept in registers for a flush, and not read again
 ):  # fmt: skip
     """One token, one tile: BLOCK_P rows of the state of one head. Neighbours in memory are neighbours in the grid."""
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
+    DOT: tl.constexpr = c_unit_ptr is not None
+    b, h, g, p0, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
     # The state first: what follows goes on while it is under way.
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
@@ -230,38 +250,54 @@ def _step_kernel(
         state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     scale = load_scale(scale_ptr, b * H + h, p, P)
     if WAITS:
+        if PREFETCH:
+            for n0 in tl.static_range(0, N, 1024 // checkpoint_ptr.dtype.element_ty.primitive_bitwidth):
+                prefetch(head_state_ptr + tl.minimum(p, P - 1) * N + n0)
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
     p_ok = p < P
     c_group_ptr = c_ptr + b * c_stride_b + g * c_stride_g
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    x_head_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P)
+    x_row_ptr = x_head_ptr + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
     row_scores_ptr = scores_ptr + (b * G + g) * SLOTS
+    if DOT:
+        unit = tl.load(c_unit_ptr + b * G + g)
+        y_state = tl.zeros((BLOCK_P, 8), tl.float32)
     if not STREAM:
         C = ()  # in parts, as the state
         for part in tl.static_range(PARTS):
             n = part * COLUMNS + tl.arange(0, COLUMNS)
-            C = C + (tl.load(c_group_ptr + n, mask=n < N, other=0.0).to(tl.float32),)
+            C_part = tl.load(c_group_ptr + n, mask=n < N, other=0.0)
+            C = C + (C_part if DOT else C_part.to(tl.float32),)
 
     # Parts are added before lanes are: few shuffles.
-    products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
+    if not DOT:
+        products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
     end = held + count
     j = tl.arange(0, BLOCK_J)
-    y = tl.zeros((BLOCK_P,), tl.float32)
+    if DOT:
+        y = tl.zeros((BLOCK_P, 8), tl.float32)
+    else:
+        y = tl.zeros((BLOCK_P,), tl.float32)
     elapsed = tl.zeros((), tl.float32)  # time behind the places of the buffer seen so far
     if SLOTS <= BLOCK_J:
         _, x, dt = _buffered(j, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
         scores = tl.load(row_scores_ptr + j, mask=j < end, other=0.0)
     if STREAM:
-        # All parts are under way, into shared memory, before the first is used.
-        for part in tl.range(0, PARTS, num_stages=PARTS + 1):
+        # All parts are under way, into shared memory, before the first is used. (Of a loop that is known to run once
+        # nothing would be left, and its loads would go into registers.)
+        for part in tl.range(0, tl.minimum(batch, 1) if DOT and PARTS == 1 else PARTS, num_stages=PARTS + 1):
             n = part * COLUMNS + tl.arange(0, COLUMNS)
             ok = p_ok[:, None] & (n < N)[None, :]
             state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
             C = tl.load(c_group_ptr + n, mask=n < N, other=0.0)
-            products += as_float32(state) * C.to(tl.float32)[None, :]
+            if DOT:
+                y_state = _by_one(state, C, y_state)
+            else:
+                products += as_float32(state) * C.to(tl.float32)[None, :]
     if SLOTS <= BLOCK_J:
         y, elapsed = _add_inputs(y, elapsed, j, end, x, dt, scores, A, D)
     else:
@@ -273,37 +309,65 @@ def _step_kernel(
             y, elapsed = _add_inputs(y, elapsed, place, end, x, dt, scores, A, D)
     if not STREAM:
         for part in tl.static_range(PARTS):
-            products += as_float32(state[part]) * C[part][None, :]
-    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * (tl.sum(products, axis=1) * scale)
+            if DOT:
+                y_state = _by_one(state[part], C[part], y_state)
+            else:
+                products += as_float32(state[part]) * C[part][None, :]
+    if DOT:
+        y += y_state * (tl.exp(tl.minimum(A * elapsed, 0.0)) * unit * scale)[:, None]
+        y = tl.sum(y, axis=1) * 0.125
+    else:
+        y += tl.exp(tl.minimum(A * elapsed, 0.0)) * (tl.sum(products, axis=1) * scale)
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
     if fold > 0:
-        _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_row_ptr, b_group_ptr, dt_row_ptr, fold,
-              first, A, p, scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, KEEP, P, N, SLOTS, BLOCK_P,
-              BLOCK_J, COLUMNS)  # fmt: skip
+        _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_head_ptr, x_row_ptr, b_group_ptr, dt_row_ptr,
+              fold, first, A, p0, p, scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, KEEP, P, N, SLOTS,
+              BLOCK_P, BLOCK_J, COLUMNS, ROWS)  # fmt: skip
+
+
+@triton.jit
+def _by_one(state, C, acc):
+    """acc + state @ C, in each of the eight columns of `acc`, the fewest that a matrix unit takes."""
+    return dot_16bit(as_float16(state), tl.broadcast_to(C[:, None], (C.shape[0], 8)), acc)
+
+
+@triton.jit
+def _float16_range(x):
+    """The powers of two that take the greatest of each row of `x` to 2^14 or above, below 2^15, and their inverses."""
+    exponent = tl.max(absolute_bits(x.to(tl.float32)), axis=1) >> 23
+    up = tl.minimum(127 + 127 + 14 - exponent, 253)
+    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _add_inputs(y, elapsed, place, end, x, dt, scores, A, D):
     """
     `y` (BLOCK_P,) with what the tokens at some places of the buffer add, of which the newest has skip weight D;
-    `elapsed`, the time behind them, with theirs.
+    `elapsed`, the time behind them, with theirs. Or the same in each column of a `y` (BLOCK_P, .) that is a matrix
+    unit's.
     """
     weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + elapsed), 0.0)) * scores
     weight += tl.where(place == end - 1, D, 0.0)
-    x = x.to(tl.float32)
-    # Not a bare product, which a compiler may join with the first sum over lanes: each lane would then round its own of
-    # the two products, and they store what they have in no certain order.
-    weighted = tl.fma(tl.broadcast_to(weight[:, None], x.shape), x, tl.zeros_like(x))
-    return y + tl.sum(weighted, axis=0), elapsed + tl.sum(dt, axis=0)
+    if len(y.shape) == 2:
+        y = dot_16bit_by_float32(tl.trans(x), weight[:, None], y)
+    else:
+        x = x.to(tl.float32)
+        # Not a bare product, which a compiler may join with the first sum over lanes: each lane would then round its
+        # own of the two products, and they store what they have in no certain order.
+        weighted = tl.fma(tl.broadcast_to(weight[:, None], x.shape), x, tl.zeros_like(x))
+        y += tl.sum(weighted, axis=0)
+    return y, elapsed + tl.sum(dt, axis=0)
 
 
 @triton.jit
 def _tile(tile, H: tl.constexpr, G: tl.constexpr, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """Row, head, group and rows of the head's state (BLOCK_P,) of a tile."""
+    """Row, head, group, first of the rows of the head's state and all of them (BLOCK_P,) of a tile."""
     P_BLOCKS: tl.constexpr = (P + BLOCK_P - 1) // BLOCK_P
     row_head = tile // P_BLOCKS
     h = row_head % H
-    return (row_head // H).to(tl.int64), h, h // (H // G), (tile % P_BLOCKS) * BLOCK_P + tl.arange(0, BLOCK_P)
+    b, g = (row_head // H).to(tl.int64), h // (H // G)
+    p0 = (tile % P_BLOCKS) * BLOCK_P
+    return b, h, g, p0, p0 + tl.arange(0, BLOCK_P)
 
 
 @triton.jit(do_not_specialize=["batch", "seed"])
@@ -348,6 +412,7 @@ def _fused_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """
@@ -356,13 +421,14 @@ def _fused_kernel(
     waits for another.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
+    b, h, g, p0, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
     state = _load_state(head_state_ptr, p, P, N, COLUMNS, EVICT)
     scale = load_scale(scale_ptr, b * H + h, p, P)
     A = tl.load(a_ptr + h).to(tl.float32)
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :]
+    x_head_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P)
+    x_row_ptr = x_head_ptr + p[None, :]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
 
@@ -439,9 +505,9 @@ def _fused_kernel(
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p < P)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
-        _fold(head_state_ptr, head_state_ptr, state, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A, p, scale,
-              scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, True, P, N, SLOTS, BLOCK_P, BLOCK_J,
-              COLUMNS)  # fmt: skip
+        _fold(head_state_ptr, head_state_ptr, state, x_head_ptr, x_row_ptr, b_group_ptr, dt_row_ptr, fold, first, A,
+              p0, p, scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, True, P, N, SLOTS, BLOCK_P, BLOCK_J,
+              COLUMNS, ROWS)  # fmt: skip
 
 
 @triton.jit
@@ -478,12 +544,14 @@ def _fold(
     head_state_ptr,  # (P, N)
     out_ptr,  # the same, or float32 elsewhere
     state,  # with KEPT: rows p of it, (BLOCK_P, COLUMNS) for each part of the columns
-    x_row_ptr,  # of the head, (SLOTS, P) at rows p
+    x_head_ptr,  # (SLOTS, P)
+    x_row_ptr,  # the same, at rows p
     b_group_ptr,  # of the group, (SLOTS, N)
     dt_row_ptr,  # of the head, (SLOTS,)
     count,
     first,
     A,
+    p0,
     p,
     scale,  # (BLOCK_P,), of a checkpoint of 8 bits
     scale_ptr,
@@ -500,38 +568,42 @@ def _fold(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """
     Stores the state after the `count` oldest places of the buffer. With KEPT it is taken from registers. Otherwise it
     is read (again, where the output has just read it): all parts of its columns are under way into shared memory
-    before the first is used, so that no registers hold it. In 8 bits the parts are folded twice: what is greatest in a
-    row is known behind the last of them only.
+    before the first is used, so that no registers hold it. What is stored in 8 bits is always read, by rows: ROWS of
+    them at a time stay in registers, whole, until what is greatest in each is known.
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
-    TURNS: tl.constexpr = 2 if out_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
     j = tl.arange(0, BLOCK_J)
-    slot, x, dt = _buffered(j, count if SLOTS <= BLOCK_J else 0, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
-    weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
-    inverse = tl.full((BLOCK_P,), 1.0, tl.float32)
+    whole = count if SLOTS <= BLOCK_J else 0
     first_key, second_key = random_keys(seed, positions_ptr, b, batch, count)
-    if KEPT:
+    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        slot = ring_slot(first, tl.where(j < whole, j, 0), SLOTS)
+        dt = tl.load(dt_row_ptr + slot, mask=j < whole, other=0.0)
+        weight = dt * tl.exp(tl.minimum(A * _time_behind(dt), 0.0))
+        time = tl.sum(dt, axis=0)
         B = ()
-        for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
+        for part in tl.static_range(PARTS):
             B = B + (_buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS),)
-        for turn in tl.static_range(TURNS):
-            greatest = tl.zeros((BLOCK_P,), tl.int32)
+        for turn in tl.range(0, BLOCK_P // ROWS, num_stages=3):
+            _fold_rows(p0 + turn * ROWS + tl.arange(0, ROWS), head_state_ptr, out_ptr, slot, weight, time, B, j, whole,
+                       x_head_ptr, b_group_ptr, dt_row_ptr, count, first, A, scale_ptr, row_head, h, seed, first_key,
+                       second_key, P, N, SLOTS, ROWS, BLOCK_J, COLUMNS)  # fmt: skip
+    else:
+        slot, x, dt = _buffered(j, whole, first, x_row_ptr, dt_row_ptr, p < P, P, SLOTS)
+        weighted, time = _weighted_inputs(j, count, x, dt, A, 0.0)
+        if KEPT:
+            B = ()
+            for part in tl.static_range(PARTS):  # all of them before the first store, which later loads would wait for
+                B = B + (_buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS),)
             for part in tl.static_range(PARTS):
                 folded = _folded_part(part, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr,
                                       count, first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-                if turn + 1 < TURNS:
-                    greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
-                else:
-                    _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
-            if turn + 1 < TURNS:
-                inverse = store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
-    else:
-        for turn in tl.static_range(TURNS):
-            greatest = tl.zeros((BLOCK_P,), tl.int32)
+                _store_part(part, out_ptr, folded, p, h, seed, first_key, second_key, P, N, COLUMNS)
+        else:
             for part in tl.range(0, PARTS, num_stages=PARTS + 1):
                 n = part * COLUMNS + tl.arange(0, COLUMNS)
                 ok = (p < P)[:, None] & (n < N)[None, :]
@@ -539,22 +611,38 @@ def _fold(
                 B = _buffered_B(part, j, count, slot, b_group_ptr, N, SLOTS, BLOCK_J, COLUMNS)
                 folded = _folded_part(part, again, B, weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
                                       first, A, p, j, scale, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS)  # fmt: skip
-                if turn + 1 < TURNS:
-                    greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=1))
-                else:
-                    _store_part(part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P, N, COLUMNS)
-            if turn + 1 < TURNS:
-                inverse = store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
+                _store_part(part, out_ptr, folded, p, h, seed, first_key, second_key, P, N, COLUMNS)
+
+
+@triton.jit
+def _fold_rows(
+    p, head_state_ptr, out_ptr, slot, weight, time, B, j, whole, x_head_ptr, b_group_ptr, dt_row_ptr, count, first, A,
+    scale_ptr, row_head, h, seed, first_key, second_key, P: tl.constexpr, N: tl.constexpr, SLOTS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_J: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """[`_fold`] of some rows of a checkpoint of 8 bits."""
+    x_row_ptr = x_head_ptr + p[None, :]
+    x = tl.load(x_row_ptr + slot[:, None] * P, mask=(j < whole)[:, None] & (p < P)[None, :], other=0.0)
+    weighted = tl.trans(x.to(tl.float32) * weight[:, None])
+    scale = load_scale(scale_ptr, row_head, p, P)
+    state = _load_state(head_state_ptr, p, P, N, COLUMNS, "")
+    folded = ()
+    greatest = tl.zeros((ROWS,), tl.int32)
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        columns = _folded_part(part, state[part], B[part], weighted, time, x_row_ptr, b_group_ptr, dt_row_ptr, count,
+                               first, A, p, j, scale, P, N, SLOTS, ROWS, BLOCK_J, COLUMNS)  # fmt: skip
+        greatest = tl.maximum(greatest, tl.max(absolute_bits(columns), axis=1))
+        folded = folded + (columns,)
+    inverse = store_scale(scale_ptr, row_head, p, greatest, out_ptr.dtype.element_ty, P)
+    for part in tl.static_range((N + COLUMNS - 1) // COLUMNS):
+        _store_part(part, out_ptr, folded[part] * inverse[:, None], p, h, seed, first_key, second_key, P, N, COLUMNS)
 
 
 @triton.jit
 def _store_part(
-    part, out_ptr, folded, p, h, inverse, seed, first_key, second_key, P: tl.constexpr, N: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    part, out_ptr, folded, p, h, seed, first_key, second_key, P: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     n = part * COLUMNS + tl.arange(0, COLUMNS)
-    if out_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        folded *= inverse[:, None]
     place = ((h * P + p) * N)[:, None] + n[None, :]
     tl.store(
         out_ptr + p[:, None] * N + n[None, :],
@@ -596,7 +684,7 @@ def _folded_part(
             B_block = tl.load(b_group_ptr + slot[:, None] * N + n[None, :], mask=ok, other=0.0)
             inputs = dot_float32_by_16bit(weighted, B_block, inputs)
     decay = tl.exp(tl.minimum(A * time, 0.0)) * scale
-    return decay[:, None] * as_float32(state) + inputs
+    return decay[:, None] * as_float32(state, True) + inputs
 
 
 @triton.jit
@@ -625,6 +713,7 @@ def _window_kernel(
     batch,
     c_stride_b, c_stride_t, c_stride_g,
     T,
+    c_unit_ptr,  # (batch, T, group), or None
     scale_ptr,
     seed,
     H: tl.constexpr,
@@ -637,6 +726,7 @@ def _window_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
     FLUSH: tl.constexpr,  # here; or (windows of several pieces) in a launch of _fold_kernel that follows
@@ -647,7 +737,7 @@ def _window_kernel(
     """
     PARTS: tl.constexpr = (N + COLUMNS - 1) // COLUMNS
     t0 = tl.program_id(1) * BLOCK_T  # windows beyond BLOCK_T tokens: one pass over the state for each piece
-    b, h, g, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
+    b, h, g, p0, p = _tile(tl.program_id(0), H, G, P, BLOCK_P)
     p_ok = p < P
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     head_state_ptr = checkpoint_ptr + (b * H + h) * (P * N)
@@ -656,7 +746,8 @@ def _window_kernel(
         wait_for_previous()
     A = tl.load(a_ptr + h).to(tl.float32)
     D = tl.load(d_ptr + h).to(tl.float32) if HAS_D else 0.0
-    x_row_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[:, None]
+    x_head_ptr = x_buffer_ptr + (b * H + h) * (SLOTS * P)
+    x_row_ptr = x_head_ptr + p[:, None]
     b_group_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N)
     dt_row_ptr = dt_buffer_ptr + (b * H + h) * SLOTS
     t = t0 + tl.arange(0, BLOCK_T)
@@ -682,8 +773,10 @@ def _window_kernel(
         state = tl.load(head_state_ptr + p[:, None] * N + n[None, :], mask=state_ok, other=0.0, eviction_policy=EVICT)
         at = b * c_stride_b + g * c_stride_g + t[None, :] * c_stride_t + n[:, None]
         C = tl.load(c_ptr + at, mask=t_ok[None, :] & (n < N)[:, None], other=0.0)
-        if state.dtype.primitive_bitwidth == 8:  # exact in any of the others
-            state = as_float32(state).to(C.dtype)
+        if c_unit_ptr is not None:
+            state = as_float16(state)
+        elif state.dtype.primitive_bitwidth == 8:
+            state = as_float32(state)
         y_state = dot_for_output(state.to(tl.float32) if C.dtype == tl.float32 else state, C, y_state)
 
         place = end - (turn + 1) * BLOCK_J + tl.arange(0, BLOCK_J)
@@ -698,6 +791,8 @@ def _window_kernel(
         weight += tl.where(place[:, None] == held + t[None, :], D, 0.0)
         y = dot_for_output(x, weight, y)
         elapsed += tl.sum(dt, axis=0)
+    if c_unit_ptr is not None:
+        y_state *= tl.load(c_unit_ptr + (b * T + t) * G + g, mask=t_ok, other=0.0)[None, :]
     y += tl.exp(tl.minimum(A * (elapsed - behind_t), 0.0))[None, :] * (y_state * scale[:, None])
     tl.store(
         y_ptr + (b * (T * H) + h) * P + t[None, :] * (H * P) + p[:, None],
@@ -709,9 +804,9 @@ def _window_kernel(
     FOLD_COLUMNS: tl.constexpr = COLUMNS if COLUMNS < 32 else 32
     if FLUSH:
         if fold > 0:
-            _fold(head_state_ptr, head_state_ptr, 0, tl.trans(x_row_ptr), b_group_ptr, dt_row_ptr, fold, first, A, p,
-                  scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, False, P, N, SLOTS, BLOCK_P, BLOCK_J,
-                  FOLD_COLUMNS)  # fmt: skip
+            _fold(head_state_ptr, head_state_ptr, 0, x_head_ptr, tl.trans(x_row_ptr), b_group_ptr, dt_row_ptr, fold,
+                  first, A, p0, p, scale, scale_ptr, b * H + h, h, seed, positions_ptr, b, batch, False, P, N, SLOTS,
+                  BLOCK_P, BLOCK_J, FOLD_COLUMNS, ROWS)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "seed"])
@@ -735,6 +830,7 @@ def _fold_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_J: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """
     The states after the FOLD oldest tokens; with INPLACE, of the rows that fold any. A few programs go through all
@@ -748,14 +844,15 @@ def _fold_kernel(
     if INPLACE:
         tiles = tl.where(most > 0, tiles, 0)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        b, h, g, p = _tile(tile, H, G, P, BLOCK_P)
+        b, h, g, p0, p = _tile(tile, H, G, P, BLOCK_P)
         fold = tl.minimum(tl.load(positions_ptr + 4 * batch + b), SLOTS)
         if (fold > 0) | (not INPLACE):
             head = (b * H + h) * (P * N)
             _fold(
                 checkpoint_ptr + head, out_ptr + head, 0,
+                x_buffer_ptr + (b * H + h) * (SLOTS * P),
                 x_buffer_ptr + (b * H + h) * (SLOTS * P) + p[None, :], b_buffer_ptr + (b * G + g) * (SLOTS * N),
                 dt_buffer_ptr + (b * H + h) * SLOTS, fold, tl.load(positions_ptr + batch + b),
-                tl.load(a_ptr + h).to(tl.float32), p, load_scale(scale_ptr, b * H + h, p, P), scale_ptr, b * H + h, h,
-                seed, positions_ptr, b, batch, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS,
+                tl.load(a_ptr + h).to(tl.float32), p0, p, load_scale(scale_ptr, b * H + h, p, P), scale_ptr, b * H + h,
+                h, seed, positions_ptr, b, batch, False, P, N, SLOTS, BLOCK_P, BLOCK_J, COLUMNS, ROWS,
             )  # fmt: skip

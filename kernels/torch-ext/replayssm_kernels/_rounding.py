@@ -42,16 +42,50 @@ _FOUR_BYTES = tl.constexpr("""
     sub.rn.f32 $3, $3, 0f4b000080;
 }
 """)
+_TWO_BYTES = tl.constexpr("""
+{
+    .reg .b32 two;
+    xor.b32 two, $2, 0x8080;
+    prmt.b32 $0, two, 0x4b000000, 0x7440;
+    prmt.b32 $1, two, 0x4b000000, 0x7441;
+    sub.rn.f32 $0, $0, 0f4b000080;
+    sub.rn.f32 $1, $1, 0f4b000080;
+}
+""")
+# The same in float16, two numbers in a register, by way of 2^10 and 2^10 + 128.
+_FOUR_BYTES_16 = tl.constexpr("""
+{
+    .reg .b32 four, less;
+    mov.b32 less, 0x64806480;
+    xor.b32 four, $2, 0x80808080;
+    prmt.b32 $0, four, 0x64646464, 0x4140;
+    prmt.b32 $1, four, 0x64646464, 0x4342;
+    sub.rn.f16x2 $0, $0, less;
+    sub.rn.f16x2 $1, $1, less;
+}
+""")
 
 
 @triton.jit
-def as_float32(x):
-    """What is stored, without its scale."""
+def as_float32(x, PAIRS: tl.constexpr = False):
+    """What is stored, without its scale. PAIRS: a thread has two neighbours at a time, as matrix products have them."""
     if x.dtype == tl.int8:
         if not INTERPRETED:
             if is_cuda():
+                if PAIRS:
+                    return tl.inline_asm_elementwise(_TWO_BYTES, "=f,=f,r", [x], tl.float32, is_pure=True, pack=2)
                 return tl.inline_asm_elementwise(_FOUR_BYTES, "=f,=f,=f,=f,r", [x], tl.float32, is_pure=True, pack=4)
     return x.to(tl.float32)
+
+
+@triton.jit
+def as_float16(x):
+    """What is stored in 8 bits, without its scale: float16 holds all of it, and matrix units take it."""
+    if x.dtype == tl.int8:
+        if not INTERPRETED:
+            if is_cuda():
+                return tl.inline_asm_elementwise(_FOUR_BYTES_16, "=r,=r,r", [x], tl.float16, is_pure=True, pack=4)
+    return x.to(tl.float16)
 
 
 @triton.jit

@@ -297,35 +297,45 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         # (With a convolution a program holds all its taps: 2048 channels of 8 tokens would not fit into registers.)
         block_c = config.append_block if tokens == 1 else min(config.append_block, max(2048 // block_t, 64))
         scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
+        C_float16, C_unit = None, None
+        if scale is not None and x.dtype != torch.float32:
+            C_float16 = torch.empty((batch, tokens, groups, state), dtype=torch.float16, device=y.device)
+            C_unit = torch.empty((batch, tokens, groups), dtype=torch.float32, device=y.device)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
             _append_kernel[(groups + cdiv(heads * head_dim, block_c), batch)](
-                positions, *new, scores, batch, *x_strides, *B_strides, *C_strides, *dt.stride(), tokens, t0, *sizes,
-                *variant, ring < kernel - 1 + tokens, dt_bias is not None, block_t, max(next_power_of_2(state), 16), 16,
-                block_c, min(next_power_of_2(heads // groups), 32), overlaps,
+                positions, *new, scores, C_float16, C_unit, batch, *x_strides, *B_strides, *C_strides, *dt.stride(),
+                tokens, t0, *sizes, *variant, ring < kernel - 1 + tokens, dt_bias is not None, block_t,
+                max(next_power_of_2(state), 16), 16, block_c, min(next_power_of_2(heads // groups), 32), overlaps,
                 num_warps=config.append_warps if tokens == 1 else 4,
             )  # fmt: skip
+        if C_unit is not None:
+            C = C_float16
+            C_strides = C.stride()[:3]
         pieces = cdiv(tokens, block_t)
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
                   batch, *C_strides)  # fmt: skip
         how = (*_tile_sizes(config.tile, state, slots), config.tile.evict, overlaps)
         options = launch_options(config.tile, y.device, overlaps)
         if tokens == 1:
-            stream, keep = config.tile.state == "stream", config.tile.state == "keep"
-            _step_kernel[(tiles,)](*common, *storage, *sizes, D is not None, *how, stream, keep, **options)
+            kind = config.tile.state
+            kinds = kind in ("stream", "prefetch"), kind == "prefetch", kind == "keep"
+            _step_kernel[(tiles,)](*common, C_unit, *storage, *sizes, D is not None, *how, *kinds, **options)
         else:
             _window_kernel[(tiles, pieces)](
-                *common, tokens, *storage, *sizes, D is not None, block_t, *how, pieces == 1, **options
+                *common, tokens, C_unit, *storage, *sizes, D is not None, block_t, *how, pieces == 1, **options
             )
             if pieces > 1:
                 _launch_fold(checkpoint, positions, x_buffer, B_buffer, dt_buffer, A, checkpoint, scale, seed)
 
 
-def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, int]:
-    """BLOCK_P, BLOCK_J, COLUMNS."""
+def _tile_sizes(tile: _configs.Tile, state: int, slots: int) -> tuple[int, int, int, int]:
+    """BLOCK_P, BLOCK_J, COLUMNS, ROWS."""
+    width = max(next_power_of_2(state), 16)
     return (
         tile.block_p,
         min(max(next_power_of_2(slots), 16), tile.slots),
-        min(max(next_power_of_2(state), 16), tile.columns),
+        min(width, tile.columns),
+        min(max(2048 * tile.warps // width, 16), tile.block_p),  # 64 numbers of a row in a thread
     )
 
 
