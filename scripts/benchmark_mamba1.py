@@ -355,9 +355,12 @@ def tiles(batch: int, tokens: int) -> list:
 
     product = itertools.product
     if tokens > 1:
-        programs = [Tile(64, 2, 2, registers=r, stages=stages) for r, stages in product((112, 128, 144), (2, 3, 4))]
-        programs += [Tile(128, 4, 2, registers=r, stages=stages) for r, stages in product((0, 200), (2, 3, 4))]
-        rows = (1, 2)
+        shapes = (((64, 2), {"registers": 128}), ((256, 2), {"registers": 128, "warps": 4}), ((128, 4), {}))
+        programs = [
+            Tile(*shape, 2, stages=stages, overlap=overlap, **more)
+            for (shape, more), stages, overlap in product(shapes, (2, 3, 4), (False, True))
+        ]
+        rows = (1,)
     elif batch <= 8:
         shapes = ((16, 2, 1), (32, 2, 1), (64, 2, 1), (128, 2, 2))
         programs = [
@@ -370,7 +373,7 @@ def tiles(batch: int, tokens: int) -> list:
             Tile(64, 2, 3, registers=r, overlap=overlap) for r, overlap in product((112, 128, 144), (False, True))
         ]
         programs += [Tile(128, 4, 3, registers=r) for r in (168, 200)]
-        rows = (1, 2, 4) if batch <= 32 else (2, 4, 8) if batch <= 128 else (4, 8, 16)
+        rows = (1, 2, 4) if batch <= 32 else (2, 4, 8)
     return [dataclasses.replace(one, rows=r) for one in programs for r in rows if r <= batch]
 
 

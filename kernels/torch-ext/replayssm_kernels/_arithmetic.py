@@ -1,4 +1,7 @@
-"""Arithmetic that several kernels share: softplus, SiLU, and matrix products that keep float32 accuracy."""
+"""
+Arithmetic that several kernels share: softplus, SiLU, matrix products that keep float32 accuracy, and a cheap way to
+float32.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,15 @@ import triton
 import triton.language as tl
 
 from ._availability import interpreted
+
+
+try:
+    from triton.language.target_info import is_cuda
+except ImportError:  # an older triton: without the faster ways to float32
+
+    @triton.jit
+    def is_cuda():
+        return False
 
 
 INTERPRETED = tl.constexpr(interpreted())
@@ -21,6 +33,20 @@ def softplus(x):
     q = s * s
     series = 2.0 * s * (1.0 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q * (1.0 / 9 + q * (1.0 / 11))))))
     return tl.where(x > 20.0, x, tl.where(e < 0.5, series, tl.log(1.0 + e)))
+
+
+# Two numbers that lie in one register, in an operation each: the compiler takes a third one, for the upper half.
+_TWO_BFLOAT16 = tl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")
+
+
+@triton.jit
+def widened(x):
+    """x in float32."""
+    if x.dtype == tl.bfloat16:
+        if not INTERPRETED:
+            if is_cuda():
+                return tl.inline_asm_elementwise(_TWO_BFLOAT16, "=r,=r,r", [x], tl.float32, is_pure=True, pack=2)
+    return x.to(tl.float32)
 
 
 @triton.jit

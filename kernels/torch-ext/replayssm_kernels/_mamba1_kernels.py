@@ -11,8 +11,8 @@ Layouts: a state is (batch, group, N, P), A (group, N, P): the channels of a gro
 has whole channels (dt and what depends on it are computed once a channel, and the sum over columns needs no other
 thread). x and dt (batch, group, slot, P), B (batch, group, slot, N).
 
-A tile is N columns by BLOCK_P channels of a group, for one row after the other: A stays in registers for all of them.
-The loads of AHEAD tokens are under way before the first is used.
+A tile is N columns by BLOCK_P channels of a group. A step takes it through one row after the other, and A stays in
+registers for all of them. The loads of AHEAD tokens are under way before the first is used.
 
 A checkpoint of 8 bits has a float32 scale for each channel, (batch, group, P), which all its columns share.
 """
@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import silu
+from ._arithmetic import silu, widened
 from ._overlap import wait_for_previous
 from ._positions import ring_slot, row_positions
 from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
@@ -133,7 +133,7 @@ def _step_kernel(
                        n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["batch", "rows", "T", "seed"])
+@triton.jit(do_not_specialize=["batch", "T", "seed"])
 def _window_kernel(
     positions_ptr,  # these as for _step_kernel
     x_ptr,  # (batch, T, group, P)
@@ -150,7 +150,6 @@ def _window_kernel(
     d_ptr,
     y_ptr,  # (batch, T, group, P)
     batch,
-    rows,
     T,
     x_stride_b, x_stride_t, x_stride_g, x_stride_p,
     dt_stride_b, dt_stride_t, dt_stride_g, dt_stride_p,
@@ -171,46 +170,52 @@ def _window_kernel(
     VECTOR: tl.constexpr,
     EVICT: tl.constexpr,
     STAGES: tl.constexpr,  # tokens whose loads are under way while one is computed, and that one
+    OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """New tokens of each row: appended, their outputs, and the flush of the rows that fold."""
-    tile, row0, g, n, p = _tile(rows, G, P, BLOCK_N, BLOCK_P, VECTOR)
-    next_first, next_held, next_count, next_fold = row_positions(positions_ptr, row0, batch, SLOTS)
+    """New tokens of a row: appended, their outputs, and the flush if the row folds."""
+    if OVERLAPS:
+        wait_for_previous()
+    tile, row, g, n, p = _tile(1, G, P, BLOCK_N, BLOCK_P, VECTOR)
+    b = tl.cast(row, tl.int64)
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
+    # What does not depend on where the row stands is asked for first. Without the barrier, the compiler would have the
+    # positions waited for in front of these loads.
+    state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
+    stored = tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT)
     A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
+    tl.debug_barrier()
+    first, held, count, fold = row_positions(positions_ptr, row, batch, SLOTS)
+    count = tl.minimum(count, T)
+    S = _with_scale(as_float32(stored), scale_ptr, b * G + g, p, P)
     B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
-    for row in range(row0, tl.minimum(row0 + rows, batch)):
-        b = tl.cast(row, tl.int64)
-        state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
-        S = as_float32(tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT))
-        S = _with_scale(S, scale_ptr, b * G + g, p, P)
-        first, held, count, fold = next_first, next_held, tl.minimum(next_count, T), next_fold
-        next_row = tl.minimum(row + 1, batch - 1)
-        next_first, next_held, next_count, next_fold = row_positions(positions_ptr, next_row, batch, SLOTS)
-        x_row_ptr = x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p
-        dt_row_ptr = dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p
-        b_row_ptr = b_ptr + b * b_stride_b + g * b_stride_g + n
-        c_row_ptr = c_ptr + b * c_stride_b + g * c_stride_g + n
-        z_row_ptr = z_ptr + b * z_stride_b + g * z_stride_g + p * z_stride_p
-        y_row_ptr = y_ptr + (b * (T * G) + g) * P + p
-        x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
-        dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
-        b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
-        end = tl.where(count > 0, held, tl.minimum(held, fold))
+    x_row_ptr = x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p
+    dt_row_ptr = dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p
+    b_row_ptr = b_ptr + b * b_stride_b + g * b_stride_g + n
+    c_row_ptr = c_ptr + b * c_stride_b + g * c_stride_g + n
+    z_row_ptr = z_ptr + b * z_stride_b + g * z_stride_g + p * z_stride_p
+    y_row_ptr = y_ptr + (b * (T * G) + g) * P + p
+    x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
+    dt_held_ptr = dt_buffer_ptr + (b * G + g) * (SLOTS * P) + p
+    b_held_ptr = b_buffer_ptr + (b * G + g) * (SLOTS * N) + n
+    end = tl.where(count > 0, held, tl.minimum(held, fold))  # (without new tokens there is no output)
 
-        S = _replay_in_stages(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok,
-                              n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW,
-                              STAGES)  # fmt: skip
-        for t in tl.range(0, count, num_stages=STAGES):
-            far = tl.cast(t, tl.int64)
-            x, dt, B, C, z = _load_token(
-                x_row_ptr + far * x_stride_t, dt_row_ptr + far * dt_stride_t, b_row_ptr + far * b_stride_t,
-                c_row_ptr + far * c_stride_t, z_row_ptr + far * z_stride_t, p_ok, n_ok, HAS_Z, RAW,
-            )  # fmt: skip
-            S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
-                           y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                           B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
-                           RAW)  # fmt: skip
+    # The next tokens are under way, into shared memory, while one is computed.
+    for j in tl.range(0, end, num_stages=STAGES):
+        x, dt, B = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, ring_slot(first, j, SLOTS), p_ok, n_ok, N, P)
+        S = _advance(S, x, dt, B, A, bias, RAW)
+        if j + 1 == fold:
+            _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
+    for t in tl.range(0, count, num_stages=STAGES):
+        far = tl.cast(t, tl.int64)
+        x, dt, B, C, z = _load_token(
+            x_row_ptr + far * x_stride_t, dt_row_ptr + far * dt_stride_t, b_row_ptr + far * b_stride_t,
+            c_row_ptr + far * c_stride_t, z_row_ptr + far * z_stride_t, p_ok, n_ok, HAS_Z, RAW,
+        )  # fmt: skip
+        S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
+                       y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
+                       B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
+                       RAW)  # fmt: skip
 
 
 @triton.jit
@@ -468,21 +473,21 @@ def _softplus(x):
 @triton.jit
 def _advance(S, x, dt, B, A, bias, RAW: tl.constexpr):
     """The state (BLOCK_N, BLOCK_P) one token later. The same for a new token as for one that is replayed."""
-    dt = dt.to(tl.float32)
+    dt = widened(dt)
     if RAW:
         dt = _softplus(dt + bias)
-    new = B.to(tl.float32)[:, None] * (dt * x.to(tl.float32))[None, :]
+    new = widened(B)[:, None] * (dt * widened(x))[None, :]
     return S * tl.exp2(A * (dt * LOG2_E)[None, :]) + new
 
 
 @triton.jit
 def _output(S, x, C, z, D, HAS_D: tl.constexpr, HAS_Z: tl.constexpr):
     """y (BLOCK_P,) float32."""
-    y = tl.sum(S * C.to(tl.float32)[:, None], axis=0)
+    y = tl.sum(S * widened(C)[:, None], axis=0)
     if HAS_D:
-        y += D * x.to(tl.float32)
+        y += D * widened(x)
     if HAS_Z:
-        y *= silu(z.to(tl.float32))
+        y *= silu(widened(z))
     return y
 
 
@@ -528,19 +533,4 @@ def _replay(
                 S = _advance(S, x, dt, B, A, bias, RAW)
                 if j0 + u + 1 == fold:
                     _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
-    return S
-
-
-@triton.jit
-def _replay_in_stages(
-    S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p, scale_ptr, seed,
-    positions_ptr, b, batch, g, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr, SLOTS: tl.constexpr,
-    RAW: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """As `_replay`. The next tokens are under way, into shared memory, while one is computed."""
-    for j in tl.range(0, end, num_stages=STAGES):
-        x, dt, B = _load_held(x_held_ptr, dt_held_ptr, b_held_ptr, ring_slot(first, j, SLOTS), p < P, n < N, N, P)
-        S = _advance(S, x, dt, B, A, bias, RAW)
-        if j + 1 == fold:
-            _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S

@@ -11,16 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import INTERPRETED
-
-
-try:
-    from triton.language.target_info import is_cuda
-except ImportError:  # an older triton: without the faster way to read int8
-
-    @triton.jit
-    def is_cuda():
-        return False
+from ._arithmetic import INTERPRETED, is_cuda
 
 
 LEAST_SCALE = tl.constexpr(2.0**-126)  # of rows below it the inverse would not be finite: they are stored as zeros

@@ -46,10 +46,10 @@ class Tile:
     ahead: int  # tokens whose inputs are loaded at once (of a window: `stages`)
     warps: int = 1
     registers: int = 0  # of a thread, at most (0: what the compiler takes; NVIDIA only)
-    rows: int = 0  # of a program (0: by the size of the device)
+    rows: int = 0  # of a program of a step (0: by the size of the device); one of a window has one
     evict: str = ""  # eviction policy of the state's loads
     stages: int = 2  # tokens of a window: those whose loads are under way, and the one being computed
-    overlap: bool = False  # of a step: its launch begins before the one in front of it has ended
+    overlap: bool = False  # the launch begins before the one in front of it has ended
 
 
 OVERRIDE: Tile | None = None  # for tuning
@@ -218,9 +218,8 @@ def _tile(checkpoint: torch.Tensor, x: torch.Tensor, tokens: int) -> Tile:
     if columns * channels == 1024 and columns == 16:
         registers = 144 if tokens > 1 and x.element_size() > 2 else 128
     if tokens > 1:
-        return Tile(channels, 2, ahead=2, registers=registers, rows=1, stages=4)
-    # (A large one fills the device whatever comes before it.)
-    return Tile(channels, 2, ahead=3, registers=registers, overlap=checkpoint.numel() <= 2**21)
+        return Tile(channels, 2, ahead=2, registers=registers, stages=4, overlap=True)
+    return Tile(channels, 2, ahead=3, registers=registers, overlap=True)
 
 
 def _scan_tile(out: torch.Tensor) -> Tile:
@@ -249,11 +248,12 @@ def _columns(state: int) -> int:
 def _launch_rows(checkpoint: torch.Tensor, tile: Tile) -> tuple[int, int]:
     """
     Programs, and rows of each, for all of which it reads A once: A has as many elements as one row's state, so L2
-    would have to deliver as much of the one as of the other. But enough programs for all multiprocessors come first.
+    would have to deliver as much of the one as of the other. But enough programs for all multiprocessors come first,
+    and with more rows than two the last programs to end leave more of the device idle than is saved.
     """
     batch, groups, _, channels = checkpoint.shape
     tiles = groups * cdiv(channels, tile.block_p)
-    rows = tile.rows or max(1, min(4, round(batch * tiles / (16 * multiprocessors(checkpoint.device)))))
+    rows = tile.rows or max(1, min(2, round(batch * tiles / (16 * multiprocessors(checkpoint.device)))))
     return tiles * cdiv(batch, rows), rows
 
 
@@ -284,26 +284,27 @@ def _step(
     batch, tokens, groups, channels = x.shape
     slots, state = B_buffer.shape[2:]
     tile = _tile(checkpoint, x, tokens)
-    programs, rows = _launch_rows(checkpoint, tile)
+    overlaps = tile.overlap and can_overlap(x.device)
     new, strides = _new(x, dt, B, C, z)
     A, D, dt_bias = _parameters(A, D, dt_bias)
     storage = scale, as_int32(seed)
     unused = positions  # stands where a pointer is not read
     # Arguments go by position: with so many of them, names cost the host more than the launch.
     tensors = (positions, *new, unused if dt_bias is None else dt_bias, x_buffer, B_buffer, dt_buffer, checkpoint, A,
-               unused if D is None else D, y, batch, rows)  # fmt: skip
+               unused if D is None else D, y, batch)  # fmt: skip
     sizes = (groups, state, channels, slots, D is not None, z is not None, dt_bias is not None)
     *block, ahead = _sizes(tile, state)
     with on_device_of(checkpoint):
         if tokens > 1:
+            programs = batch * groups * cdiv(channels, tile.block_p)
             _window_kernel[(programs,)](
-                *tensors, tokens, *strides, *storage, *sizes, *block, tile.evict, tile.stages,
-                **launch_options(tile, x.device),
+                *tensors, tokens, *strides, *storage, *sizes, *block, tile.evict, tile.stages, overlaps,
+                **launch_options(tile, x.device, overlaps),
             )  # fmt: skip
         else:
-            overlaps = tile.overlap and can_overlap(x.device)
+            programs, rows = _launch_rows(checkpoint, tile)
             _step_kernel[(programs,)](
-                *tensors, *strides, *storage, *sizes, *block, ahead, tile.evict, rows == 1, overlaps,
+                *tensors, rows, *strides, *storage, *sizes, *block, ahead, tile.evict, rows == 1, overlaps,
                 **launch_options(tile, x.device, overlaps),
             )  # fmt: skip
     return y
