@@ -16,7 +16,7 @@ import torch
 
 from ._configs import Config, Tile, fit
 from ._conv import PIECE, Convolution, check_conv
-from ._gated_delta_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
+from ._gated_delta_kernels import _append_kernel, _fold_kernel, _short_window_kernel, _step_kernel, _window_kernel
 from ._launch import (
     as_int32,
     cdiv,
@@ -186,6 +186,7 @@ def _check_gates(g, beta, tokens, g_buffer, checkpoint) -> None:
 
 OVERRIDE: Config | None = None  # for tuning
 FUSED_BELOW = 256  # heads of the whole batch
+SHORT = 8  # tokens of a window
 
 
 @functools.cache
@@ -317,9 +318,9 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     tiles = (batch * heads * cdiv(value_dim, config.tile.block_p),)
     k, v = unused if k is None else k, unused if v is None else v
 
-    def step(kq, scores, keys, with_conv, overlaps):
+    def step(kq, scores, with_conv, overlaps):
         _step_kernel[tiles](
-            positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, keys, checkpoint, y,
+            positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y,
             batch, *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *storage,
             *sizes, fused, with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
             config.tile.state == "stream" and not fused, config.tile.state == "keep",
@@ -328,31 +329,35 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
 
     with on_device_of(checkpoint):
         if fused:
-            step(unused, unused, unused, conv is not None, False)
+            step(unused, unused, conv is not None, False)
             return
         overlaps = config.overlap and can_overlap(checkpoint.device)
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
         # (With a convolution a program holds all its taps: 2048 channels of 8 tokens would not fit into registers.)
         block_c = config.append_block if tokens == 1 else min(config.append_block, max(2048 // block_t, 64))
         kq_shape = (batch, heads if per_channel else key_heads, 2 * tokens, key_dim)
-        kq = q.new_empty(kq_shape, dtype=torch.float32 if per_channel else q.dtype)
+        short = 1 < tokens <= SHORT
+        kq = q.new_empty(kq_shape, dtype=torch.float32 if per_channel or short else q.dtype)
         scores = torch.empty((batch, heads, 2 * tokens, slots + 1), dtype=torch.float32, device=y.device)
-        keys = unused
-        if per_channel and tokens == 1:  # written, and read, by rows that fold all their tokens
-            keys = torch.empty((batch, heads, slots + 1, key_dim), dtype=torch.float32, device=y.device)
         # (With a decay of each channel all sums over tokens are within a thread, if a warp has whole rows.)
-        block_j = 4 if per_channel and tokens == 1 else 16
+        block_j = 4 if per_channel and tokens == 1 else 32 if short and not per_channel and slots > 16 else 16
         append_warps = 1 if per_channel else config.append_warps
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
             _append_kernel[grid](
-                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, keys, batch, *q_strides,
+                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides,
                 *k_strides, *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
                 ring < taps - 1 + tokens, block_t, block_k, block_j, next_power_of_2(heads // key_heads), block_c,
                 overlaps, num_warps=append_warps,
             )  # fmt: skip
             if tokens == 1:
-                step(kq, scores, keys, False, overlaps)
+                step(kq, scores, False, overlaps)
+            elif short:
+                _short_window_kernel[tiles](
+                    positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
+                    *beta_strides, tokens, *storage, *sizes, block_t, *how[:3], config.tile.evict, overlaps,
+                    **launch_options(config.tile, y.device, overlaps),
+                )  # fmt: skip
             else:
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
