@@ -12,15 +12,19 @@ Everything is a matter of one column of V at a time, but for the *scores*, the p
 query with the decay between them. A call reads the state once, against k and q of all new tokens.
 
 Two launches do a call: `_append_kernel` (convolution, append of k and g, the scores, once for each key head) and
-`_step_kernel` (one token) or `_window_kernel` (more), which finds u and appends it. For one token `_step_kernel` alone
-can do all of it (FUSED). A flush reads the state again, piece after piece: kept from the output, it would take
-registers in all the steps that do not flush. Behind a window of several pieces it is left to `_fold_kernel`.
+`_step_kernel` (one token), `_short_window_kernel` (a few) or `_window_kernel` (more), which finds u and appends it. For
+one token `_step_kernel` alone can do all of it (FUSED). In the first two a program has a part of a state in registers
+(float32 numbers times float32 numbers, sums of a thread's own rows first), and a flush adds to it there, token after
+token. `_window_kernel` multiplies matrices, and a flush reads the state again, piece after piece. Behind a window of
+several pieces it is left to `_fold_kernel`.
 
 Layouts: checkpoint (batch, value head, K, V); k (batch, key head, slot, K) raw, u (batch, value head, slot, V) float32,
 g (batch, value head, slot) or for KDA (batch, value head, slot, K), float32; the ring of raw inputs (batch, ring,
 channels), channels being q of all key heads, k of all key heads, v of all value heads. From one launch to the next go
 rows 2t (of k_t) and 2t + 1 (of q_t): `kq`, and `scores` with a place of the buffer in each column, in the last column
-what the product with the state is to be multiplied by.
+what the product with the state is to be multiplied by. Tokens of the buffer are gone through from the newest to the
+oldest, since a token decays with those behind it: sums over them then need no order reversed, which a warp can only do
+by passing every number on.
 
 u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is
 read, and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that
@@ -179,7 +183,8 @@ def _append_kernel(
     conv_bias_ptr,
     k_buffer_ptr,
     g_buffer_ptr,
-    kq_ptr,  # (batch, key head, 2 T, K) raw; for KDA (batch, value head, 2 T, K) float32: normalised and decayed
+    kq_ptr,  # (batch, key head, 2 T, K) raw (float32 for short windows); KDA: (batch, value head, 2 T, K) float32,
+    # normalised and decayed
     scores_ptr,  # (batch, value head, 2 T, SLOTS + 1)
     batch,
     q_stride_b, q_stride_t, q_stride_h,
@@ -396,8 +401,7 @@ def _append_kernel(
         if SLOTS <= BLOCK_J:
             elapsed = _store_scores(row_scores_ptr, kq, by_row, past, next_g, elapsed, place, scores_ok, BLOCK_T)
         else:
-            blocks = (before + BLOCK_J - 1) // BLOCK_J
-            for block in range(blocks):
+            for block in range((before + BLOCK_J - 1) // BLOCK_J):
                 place = before - 1 - block * BLOCK_J - j
                 past, next_g = _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K, SLOTS)
                 elapsed = _store_scores(row_scores_ptr, kq, by_row, past, next_g, elapsed, place, scores_ok, BLOCK_T)
@@ -429,8 +433,8 @@ def _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K: tl.const
 @triton.jit
 def _store_scores(row_scores_ptr, kq, by_row, past, next_g, elapsed, place, scores_ok, BLOCK_T: tl.constexpr):
     """
-    Of the new tokens with the keys at some places, the newest first, times `by_row` (R, 2 T); returns `elapsed`, the sum of g behind these
-    places and before the new tokens, with the g of the next ones.
+    Of the new tokens with the keys at some places, the newest first, times `by_row` (R, 2 T); returns `elapsed`, the
+    sum of g behind these places and before the new tokens, with the g of the next ones.
     """
     wide_past = past.to(tl.float32)
     inverse = _inverse_length(tl.sum(wide_past * wide_past, axis=1))
@@ -786,8 +790,8 @@ def _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, 
     inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
     time = tl.zeros((ROWS,), tl.float32)
     if SLOTS <= BLOCK_J:
-        inputs, time = _add_inputs(inputs, time, count - 1 - j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
-                                   PER_CHANNEL)  # fmt: skip
+        inputs, time = _add_inputs(inputs, time, count - 1 - j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K,
+                                   SLOTS, PER_CHANNEL)  # fmt: skip
         passed = elapsed
     else:
         passed = tl.zeros((), tl.float32)
@@ -812,7 +816,8 @@ def _weighted_u(place, count, first, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_
                 SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """
     u (J, BLOCK_V) at some places, the newest first, zeros where there is none; what it is to be multiplied by (J,): the
-    inverse length of its key, with one decay for all channels that too; and `elapsed` with the g of the places behind these.
+    inverse length of its key, with one decay for all channels that too; and `elapsed` with the g of the places behind
+    these.
     """
     _, weight = _keys(place, count, first, tl.arange(0, BLOCK_K), k_row_ptr, K, SLOTS)
     if not PER_CHANNEL:
@@ -1062,14 +1067,14 @@ def _short_window_kernel(
         wait_for_previous()  # for kq, scores and v
     wide = as_float32(state)
     us = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-    k, q, decay_k, decay_q, old_k, old_q, new_k, new_q = _found(0, held, c, j, token, head_kq_ptr,
-                                                                head_scores_ptr, K, SLOTS)  # fmt: skip
+    k, q, decay_k, decay_q, old_k, old_q, new_k, new_q, own = _found(0, held, c, j, token, head_kq_ptr,
+                                                                     head_scores_ptr, K, SLOTS)  # fmt: skip
     u = tl.load(head_v_ptr, mask=v_ok, other=0.0)
     beta = tl.load(head_beta_ptr)
     for t in range(count):
         # What the next token needs is under way while this one is multiplied.
         later = tl.minimum(t + 1, count - 1)
-        next_k, next_q, next_decay_k, next_decay_q, next_old_k, next_old_q, next_new_k, next_new_q = _found(
+        next_k, next_q, next_decay_k, next_decay_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own = _found(
             later, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS
         )
         next_u = tl.load(head_v_ptr + later * v_stride_t, mask=v_ok, other=0.0)
@@ -1092,14 +1097,16 @@ def _short_window_kernel(
                 some_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < held, other=0.0)
                 for_k += _sum_far_rows(some_u * some_k[:, None])
                 for_q += _sum_far_rows(some_u * some_q[:, None])
+        for_k += _sum_far_rows(us * new_k[:, None])
+        for_q += _sum_far_rows(us * new_q[:, None])
         for_k, for_q = _sum_rows(for_k, for_q)
-        u = beta.to(tl.float32) * (u.to(tl.float32) - for_k - tl.sum(us * new_k[:, None], axis=0))
+        u = beta.to(tl.float32) * (u.to(tl.float32) - for_k)
+        y = for_q + own * u
         us = tl.where((token == t)[:, None], u[None, :], us)
-        y = for_q + tl.sum(us * new_q[:, None], axis=0)
         tl.store(u_row_ptr + ring_slot(first, held + t, SLOTS) * V, u, mask=v_ok)
         tl.store(y_at + t * (HV * V), y.to(y_ptr.dtype.element_ty), mask=v_ok)
         k, q, decay_k, decay_q, old_k, old_q = next_k, next_q, next_decay_k, next_decay_q, next_old_k, next_old_q
-        new_k, new_q, u, beta = next_new_k, next_new_q, next_u, next_beta
+        new_k, new_q, own, u, beta = next_new_k, next_new_q, next_own, next_u, next_beta
     if fold > 0:
         tl.debug_barrier()  # tokens of this window may be folded, too
         first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
@@ -1113,18 +1120,21 @@ def _short_window_kernel(
 def _found(t, held, c, j, token, head_kq_ptr, head_scores_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
     """
     What `_append_kernel` has found for new token t, each time for k and for q: what to multiply the state by (BLOCK_K,)
-    and the product with it, and scores with the places held (J,), if they are one block, and the new ones (T,).
+    and the product with it, and scores with the places held (J,), if they are one block, and the new ones before it
+    (T,); and the score of q with the token itself.
     """
     WIDTH: tl.constexpr = SLOTS + 1
     k_at = head_kq_ptr + 2 * t * K + c
     row_ptr = head_scores_ptr + 2 * t * WIDTH
     k, q = tl.load(k_at, mask=c < K, other=0.0), tl.load(k_at + K, mask=c < K, other=0.0)
     decay_k, decay_q = tl.load(row_ptr + SLOTS), tl.load(row_ptr + WIDTH + SLOTS)
-    old_k, old_q = tl.load(row_ptr + j, mask=j < held, other=0.0), tl.load(row_ptr + WIDTH + j, mask=j < held, other=0.0)
+    old_k = tl.load(row_ptr + j, mask=j < held, other=0.0)
+    old_q = tl.load(row_ptr + WIDTH + j, mask=j < held, other=0.0)
     new_ptr = row_ptr + held + token
     new_k = tl.load(new_ptr, mask=token < t, other=0.0)
-    new_q = tl.load(new_ptr + WIDTH, mask=token <= t, other=0.0)
-    return k, q, decay_k, decay_q, old_k, old_q, new_k, new_q
+    new_q = tl.load(new_ptr + WIDTH, mask=token < t, other=0.0)
+    own = tl.load(row_ptr + WIDTH + held + t)
+    return k, q, decay_k, decay_q, old_k, old_q, new_k, new_q, own
 
 
 @triton.jit

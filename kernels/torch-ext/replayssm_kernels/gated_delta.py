@@ -182,11 +182,12 @@ def _check_gates(g, beta, tokens, g_buffer, checkpoint) -> None:
 
 
 # How the kernels are launched. Of a `Tile` block_p are columns of the state (of V) and `columns` rows of it (of K) at a
-# time; `state` "stream" is for two launches, and with "keep" a flush does not read the state again.
+# time; `state` "stream" is for two launches, and with "keep" a flush does not read the state again. (In windows of at
+# most SHORT tokens it never does.)
 
 OVERRIDE: Config | None = None  # for tuning
 FUSED_BELOW = 256  # heads of the whole batch
-SHORT = 8  # tokens of a window
+SHORT = 8  # tokens of a window that are multiplied by the state one after the other, at most
 
 
 @functools.cache
@@ -200,20 +201,23 @@ def _config(
     small = heads < 16384  # else nothing is gained by an early start
     fused = tokens == 1 and heads < FUSED_BELOW and not overlaps
     append_warps = 2 if heads < 1024 else 1
-    if tokens > 1:
+    evict = "evict_first" if heads < (2048 if per_channel else 16384) else ""
+    if tokens > SHORT:
         if per_channel:
             tile = Tile(64, 4, 32, slots=32)
         else:
             tile = Tile(32, 1, 32, slots=32) if heads < 1024 else Tile(64, 2, 32, slots=32)
         append_warps = 4 if heads < 1024 else 2
+    elif tokens > 1:
+        tile = Tile(32, 1, 32, evict, slots=32)
+        append_warps = 2
     elif fused:
         tile = Tile(32, 4, 32)
-    elif per_channel:
-        tile = Tile(32, 1, 32, "evict_first" if heads < 2048 else "")
+    elif scaled and not per_channel:
+        # A state of 8 bits is cheap to read again; kept, it takes the registers of the float32 numbers that it becomes.
+        tile = Tile(32, 2, 32, evict, registers=128)
     else:
-        # (A state of 8 bits is cheap to read again; kept, it would be spilled as the float32 numbers that it becomes.)
-        state = "again" if scaled else "keep"
-        tile = Tile(32, 2, 32, "evict_first" if heads < 16384 else "", state=state, registers=128)
+        tile = Tile(32, 1, 32, evict, state="keep")
     return Config(
         fit(tile, value_dim, key_dim, tuned_for=128),
         fused=fused,
@@ -340,7 +344,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
         kq = q.new_empty(kq_shape, dtype=torch.float32 if per_channel or short else q.dtype)
         scores = torch.empty((batch, heads, 2 * tokens, slots + 1), dtype=torch.float32, device=y.device)
         # (With a decay of each channel all sums over tokens are within a thread, if a warp has whole rows.)
-        block_j = 4 if per_channel and tokens == 1 else 32 if short and not per_channel and slots > 16 else 16
+        block_j = 4 if per_channel and tokens == 1 else 16
         append_warps = 1 if per_channel else config.append_warps
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
