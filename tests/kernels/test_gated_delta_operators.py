@@ -231,7 +231,7 @@ def test_other_layouts_are_taken(layout, name, kda, device):
 
 # Compiled for GPUs that are not here, as in `test_compile.py`.
 
-KERNELS = ("_append_kernel", "_step_kernel", "_window_kernel", "_fold_kernel")
+KERNELS = ("_append_kernel", "_step_kernel", "_short_window_kernel", "_window_kernel", "_fold_kernel")
 
 
 @pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
@@ -272,11 +272,21 @@ def compile_decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 1
     [
         {"fused": False},
         {"tokens": 5},
+        {"tokens": 8, "shape": (2, 2, 1, 256, 64, 40), "checkpoint_dtype": BF16},
+        {"tokens": 12},
         {"tokens": 20, "shape": (2, 2, 1, 96, 192, 51), "checkpoint_dtype": BF16},
         {"fused": True, "dtype": F16, "shape": (2, 2, 2, 256, 64, 20), "checkpoint_dtype": F16},
         {"fused": True, "dtype": F32, "shape": (2, 3, 1, 64, 128, 40)},
     ],
-    ids=["step", "window", "window of pieces, blocks of slots", "fused", "float32"],
+    ids=[
+        "step",
+        "short window",
+        "short window, blocks of slots",
+        "window",
+        "window of pieces, blocks of slots",
+        "fused",
+        "float32",
+    ],
 )
 def test_compiles_elsewhere(call, kda, compiled):
     """With the configuration that a device gets which was not tuned for."""
