@@ -12,11 +12,9 @@ Everything is a matter of one column of V at a time, but for the *scores*, the p
 query with the decay between them. A call reads the state once, against k and q of all new tokens.
 
 Two launches do a call: `_append_kernel` (convolution, append of k and g, the scores, once for each key head) and
-`_step_kernel` (one token), `_short_window_kernel` (a few) or `_window_kernel` (more), which finds u and appends it. For
-one token `_step_kernel` alone can do all of it (FUSED). In the first two a program has a part of a state in registers
-(float32 numbers times float32 numbers, sums of a thread's own rows first), and a flush adds to it there, token after
-token. `_window_kernel` multiplies matrices, and a flush reads the state again, piece after piece. Behind a window of
-several pieces it is left to `_fold_kernel`.
+`_step_kernel` (one token), `_window_kernel` (more) or `_short_window_kernel` (a few, of KDA), which finds u and appends
+it. A flush reads the state again, piece after piece, or takes it from the registers that a step has it in. Behind a
+window of several pieces it is left to `_fold_kernel`.
 
 Layouts: checkpoint (batch, value head, K, V); k (batch, key head, slot, K) raw, u (batch, value head, slot, V) float32,
 g (batch, value head, slot) or for KDA (batch, value head, slot, K), float32; the ring of raw inputs (batch, ring,
@@ -28,7 +26,8 @@ by passing every number on.
 
 u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is
 read, and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that
-are counted from the newer one backwards: no cancellation, and never above 0.
+are counted from the newer one backwards: no cancellation, and never above 0. (Between a window and the tokens before it
+there are two factors, of what decays on either side of their border.)
 
 A checkpoint of 8 bits has a float32 scale for each column of V, (batch, value head, V): a product with a column takes
 it once, behind the sum over K. A flush finds the greatest number of each of its columns first, and then rounds.
@@ -183,8 +182,7 @@ def _append_kernel(
     conv_bias_ptr,
     k_buffer_ptr,
     g_buffer_ptr,
-    kq_ptr,  # (batch, key head, 2 T, K) raw (float32 for short windows); KDA: (batch, value head, 2 T, K) float32,
-    # normalised and decayed
+    kq_ptr,  # (batch, key head, 2 T, K) raw; for KDA (batch, value head, 2 T, K) float32: normalised and decayed
     scores_ptr,  # (batch, value head, 2 T, SLOTS + 1)
     batch,
     q_stride_b, q_stride_t, q_stride_h,
@@ -464,26 +462,17 @@ def _products(kq, wide_past, past, BLOCK_T: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "seed"])
 def _step_kernel(
     positions_ptr,
-    q_ptr,  # CONV: raw inputs; these as for _append_kernel, with FUSED
-    k_ptr,
-    v_ptr,  # (batch, 1, value head, V); unused with CONV
-    g_ptr,
+    v_ptr,  # (batch, 1, value head, V)
     beta_ptr,  # (batch, 1, value head)
-    ring_ptr,
-    weight_ptr,
-    conv_bias_ptr,
     k_buffer_ptr,
     u_buffer_ptr,
     g_buffer_ptr,
-    kq_ptr,  # what _append_kernel has found; without FUSED
+    kq_ptr,  # what _append_kernel has found
     scores_ptr,
     checkpoint_ptr,
     y_ptr,  # (batch, 1, value head, V)
     batch,
-    q_stride_b, q_stride_h,
-    k_stride_b, k_stride_h,
     v_stride_b, v_stride_h,
-    g_stride_b, g_stride_h,
     beta_stride_b, beta_stride_h,
     scale_ptr,  # (batch, value head, V), of a checkpoint of 8 bits; else None
     seed,  # of stochastic rounding; None: to the nearest
@@ -493,29 +482,22 @@ def _step_kernel(
     V: tl.constexpr,
     SLOTS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
-    FUSED: tl.constexpr,
-    CONV: tl.constexpr,
-    RING: tl.constexpr,
-    TAPS: tl.constexpr,
-    HAS_CONV_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     ROWS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-    STREAM: tl.constexpr,  # without FUSED: the state goes through shared memory, and not into registers at once
+    STREAM: tl.constexpr,  # the state goes through shared memory, and not into registers at once
     KEEP: tl.constexpr,  # without STREAM: a flush takes the state from the registers, and does not read it again
 ):  # fmt: skip
-    """
-    One token, one tile: BLOCK_V columns of the state of one head. With FUSED every program of a key head appends the
-    head's part of the new token, all of them the same: none waits for another.
-    """
+    """One token, one tile: BLOCK_V columns of the state of one head."""
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
     b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
     v_ok = v < V
-    c = tl.max_contiguous(tl.arange(0, BLOCK_K), 4)  # a warp has whole keys
+    c = tl.arange(0, BLOCK_K)
+    if PER_CHANNEL:
+        c = tl.max_contiguous(c, 4)  # a warp has whole keys
     c_ok = c < K
     # The state first: what follows goes on while it is under way.
     head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
@@ -525,7 +507,6 @@ def _step_kernel(
     scale = load_scale(scale_ptr, b * HV + h, v, V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     is_new = count > 0
-    new_c_ok = c < tl.where(is_new, K, 0)
     new_v_ok = v < tl.where(is_new, V, 0)
     new_slot = ring_slot(first, tl.where(is_new, held, 0), SLOTS)
     seen_by = tl.where(is_new, held, 0)
@@ -534,125 +515,59 @@ def _step_kernel(
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
     beta = tl.load(beta_ptr + b * beta_stride_b + h * beta_stride_h).to(tl.float32)
-    if SLOTS <= BLOCK_J and not FUSED:
+    if SLOTS <= BLOCK_J:
         held_u = _buffered_u(j, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
     if WAITS:
         wait_for_previous()  # for kq, scores and v
-    if FUSED:
-        for_k = tl.zeros((BLOCK_V,), tl.float32)
-        for_q = tl.zeros((BLOCK_V,), tl.float32)
-        dtype = k_buffer_ptr.dtype.element_ty
-        if CONV:
-            CHANNELS: tl.constexpr = 2 * HK * K + HV * V
-            row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
-            new_ptr = q_ptr + b * q_stride_b
-            seen = tl.load(positions_ptr + b)
-            q_channel = m * K + c
-            k_channel = q_channel + HK * K
-            v_channel = 2 * HK * K + h * V + v
-            t = tl.arange(0, 1)
-            raw_q = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, q_channel, c_ok,
-                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_K,
-            ).to(dtype), (BLOCK_K,))  # fmt: skip
-            raw_k = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, k_channel, c_ok,
-                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_K,
-            ).to(dtype), (BLOCK_K,))  # fmt: skip
-            new_v = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, v_channel, v_ok,
-                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_V,
-            ).to(dtype), (BLOCK_V,))  # fmt: skip
-            # The slots that others read are those of the TAPS - 1 tokens before: RING >= TAPS keeps this one apart.
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, q_channel, c_ok, CHANNELS, RING, False)
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, k_channel, c_ok, CHANNELS, RING, False)
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, v_channel, v_ok, CHANNELS, RING, False)
-        else:
-            raw_q = tl.load(q_ptr + b * q_stride_b + m * q_stride_h + c, mask=new_c_ok, other=0.0)
-            raw_k = tl.load(k_ptr + b * k_stride_b + m * k_stride_h + c, mask=new_c_ok, other=0.0)
-            new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=new_v_ok, other=0.0)
-        new_v = tl.where(new_v_ok, new_v.to(tl.float32), 0.0)
-        k = tl.where(new_c_ok, raw_k.to(tl.float32), 0.0)
-        q = tl.where(new_c_ok, raw_q.to(tl.float32), 0.0)
-        tl.store(k_row_ptr + new_slot * K + c, raw_k, mask=new_c_ok)
-        new_g_ptr = g_ptr + b * g_stride_b + h * g_stride_h
-        if PER_CHANNEL:
-            g = tl.load(new_g_ptr + c, mask=new_c_ok, other=0.0).to(tl.float32)
-            tl.store(g_row_ptr + new_slot * K + c, g, mask=new_c_ok)
-            elapsed = tl.zeros((BLOCK_K,), tl.float32)
-        else:
-            g = tl.load(new_g_ptr, mask=is_new, other=0.0).to(tl.float32)
-            tl.store(g_row_ptr + new_slot, g, mask=is_new)
-            elapsed = tl.zeros((), tl.float32)
-        k *= _inverse_length(tl.sum(k * k, axis=0))
-        q *= _inverse_length(tl.sum(q * q, axis=0)) * K**-0.5
-        own = tl.sum(k * q, axis=0)
-        blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
-        for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
-            place = held - 1 - block * BLOCK_J - j
-            u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
-            by_k, by_q, elapsed = _scores(place, held, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K, SLOTS,
-                                          PER_CHANNEL)  # fmt: skip
-            for_k += tl.sum(by_k[:, None] * u, axis=0)
-            for_q += tl.sum(by_q[:, None] * u, axis=0)
-        decay = _decay(_total(elapsed, held, first, g, c, g_row_ptr, K, PER_CHANNEL))
+    # (Loads that need not wait for the row's positions. What a row without a new token gets nobody reads.)
+    new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=v_ok, other=0.0).to(tl.float32)
+    row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
+    row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K)
+    k_scale = tl.load(row_scores_ptr + SLOTS)
+    q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1)
+    own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
+    if SLOTS <= BLOCK_J:
+        by_k = tl.load(row_scores_ptr + j, mask=j < seen_by, other=0.0)
+        by_q = tl.load(row_scores_ptr + SLOTS + 1 + j, mask=j < seen_by, other=0.0)
+    if STREAM:
+        # All pieces are under way, into shared memory, before the first is used. Their rows are added to ROWS rows
+        # first, and lanes behind the loop.
+        k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
+            n = piece * ROWS + tl.arange(0, ROWS)
+            at = head_state_ptr + n[:, None] * V + v[None, :]
+            ok = (n < K)[:, None] & v_ok[None, :]
+            part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT)
+            part = as_float32(part)
+            k = tl.load(row_kq_ptr + n, mask=n < K, other=0.0).to(tl.float32)
+            q = tl.load(row_kq_ptr + K + n, mask=n < K, other=0.0).to(tl.float32)
+            k_rows += part * k[:, None]
+            q_rows += part * q[:, None]
+        for_k, for_q = _sum_rows(k_rows, q_rows)
+    else:
+        k = tl.load(row_kq_ptr + c, mask=c_ok, other=0.0).to(tl.float32)
+        q = tl.load(row_kq_ptr + K + c, mask=c_ok, other=0.0).to(tl.float32)
         wide = as_float32(state)
-        more_k, more_q = _sum_rows(wide * (k * decay)[:, None], wide * (q * decay)[:, None])
-        if scale_ptr is not None:
-            more_k *= scale
-            more_q *= scale
+        for_k, for_q = _sum_rows(wide * k[:, None], wide * q[:, None])
+    for_k *= k_scale
+    for_q *= q_scale
+    if scale_ptr is not None:
+        for_k *= scale
+        for_q *= scale
+    if SLOTS <= BLOCK_J:
+        more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
         for_k += more_k
         for_q += more_q
     else:
-        # (Loads that need not wait for the row's positions. What a row without a new token gets nobody reads.)
-        new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=v_ok, other=0.0).to(tl.float32)
-        row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
-        row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K)
-        k_scale = tl.load(row_scores_ptr + SLOTS)
-        q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1)
-        own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
-        if SLOTS <= BLOCK_J:
-            by_k = tl.load(row_scores_ptr + j, mask=j < seen_by, other=0.0)
-            by_q = tl.load(row_scores_ptr + SLOTS + 1 + j, mask=j < seen_by, other=0.0)
-        if STREAM:
-            # All pieces are under way, into shared memory, before the first is used. Their rows are added to ROWS rows
-            # first, and lanes behind the loop.
-            k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
-            q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
-            for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
-                n = piece * ROWS + tl.arange(0, ROWS)
-                at = head_state_ptr + n[:, None] * V + v[None, :]
-                ok = (n < K)[:, None] & v_ok[None, :]
-                part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT)
-                part = as_float32(part)
-                k = tl.load(row_kq_ptr + n, mask=n < K, other=0.0).to(tl.float32)
-                q = tl.load(row_kq_ptr + K + n, mask=n < K, other=0.0).to(tl.float32)
-                k_rows += part * k[:, None]
-                q_rows += part * q[:, None]
-            for_k, for_q = _sum_rows(k_rows, q_rows)
-        else:
-            k = tl.load(row_kq_ptr + c, mask=c_ok, other=0.0).to(tl.float32)
-            q = tl.load(row_kq_ptr + K + c, mask=c_ok, other=0.0).to(tl.float32)
-            wide = as_float32(state)
-            for_k, for_q = _sum_rows(wide * k[:, None], wide * q[:, None])
-        for_k *= k_scale
-        for_q *= q_scale
-        if scale_ptr is not None:
-            for_k *= scale
-            for_q *= scale
-        if SLOTS <= BLOCK_J:
+        for block in range((seen_by + BLOCK_J - 1) // BLOCK_J):
+            place = block * BLOCK_J + j
+            held_u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
+            by_k = tl.load(row_scores_ptr + place, mask=place < seen_by, other=0.0)
+            by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < seen_by, other=0.0)
             more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
             for_k += more_k
             for_q += more_q
-        else:
-            for block in range((seen_by + BLOCK_J - 1) // BLOCK_J):
-                place = block * BLOCK_J + j
-                held_u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
-                by_k = tl.load(row_scores_ptr + place, mask=place < seen_by, other=0.0)
-                by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < seen_by, other=0.0)
-                more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
-                for_k += more_k
-                for_q += more_q
     u = beta * (new_v - for_k)
     tl.store(u_row_ptr + new_slot * V, u, mask=new_v_ok)
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
@@ -660,8 +575,16 @@ def _step_kernel(
         tl.debug_barrier()  # the token that was just appended may be folded, too
         first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
         if KEEP:
-            folded = _folded_in_registers(_scaled(state, scale, scale_ptr), c, fold, first, v_ok, k_row_ptr,
-                                          u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL)  # fmt: skip
+            if PER_CHANNEL:
+                folded = _folded_in_registers(_scaled(state, scale, scale_ptr), c, fold, first, v_ok, k_row_ptr,
+                                              u_row_ptr, g_row_ptr, K, V, SLOTS)  # fmt: skip
+            else:
+                folded_u, weight, passed = _weighted_u(fold - 1 - j, fold if SLOTS <= BLOCK_J else 0, first,
+                                                       tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr,
+                                                       K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+                folded = _folded(state, c, fold, first, folded_u, weight, passed, v_ok, scale, scale_ptr, k_row_ptr,
+                                 u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                                 BLOCK_K)  # fmt: skip
             _store_columns(head_state_ptr, folded, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key,
                            K, V)  # fmt: skip
         else:
@@ -847,39 +770,28 @@ def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_ro
 
 @triton.jit
 def _folded_in_registers(state, c, count, first, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K: tl.constexpr,
-                         V: tl.constexpr, SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr):  # fmt: skip
+                         V: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
     """
-    A state (BLOCK_K, BLOCK_V) float32 after the `count` oldest places of the buffer. Token after token is added where
-    the numbers are: a product of matrices would want as many registers again.
+    KDA: a state (BLOCK_K, BLOCK_V) float32 after the `count` oldest places of the buffer. Token after token is added
+    where the numbers are: a product of matrices would want as many registers again, and terms of the decayed keys.
     """
     c_ok = c < K
-    back = tl.arange(0, 8)  # from the newest to the oldest, since a token decays with those behind it
-    if PER_CHANNEL:
-        elapsed = tl.zeros(c.shape, tl.float32)
-        for some in range(count):
-            elapsed += tl.load(g_row_ptr + ring_slot(first, some, SLOTS) * K + c, mask=c_ok, other=0.0)
-        state *= _decay(elapsed)[:, None]
-        elapsed = tl.zeros(c.shape, tl.float32)
-    else:
-        held = tl.arange(0, triton.next_power_of_2(SLOTS))
-        g_at = g_row_ptr + ring_slot(first, tl.where(held < count, held, 0), SLOTS)
-        state *= _decay(tl.sum(tl.load(g_at, mask=held < count, other=0.0), axis=0))
-        elapsed = tl.zeros((), tl.float32)
+    total = tl.zeros(c.shape, tl.float32)
+    for place in range(count):
+        total += tl.load(g_row_ptr + ring_slot(first, place, SLOTS) * K + c, mask=c_ok, other=0.0)
+    state *= _decay(total)[:, None]
+    back = tl.arange(0, 8)  # from the newest to the oldest
+    elapsed = tl.zeros(c.shape, tl.float32)
     for block in range((count + 7) // 8):
         newest = count - 1 - 8 * block
-        place = newest - back
-        keys, inverse = _keys(place, count, first, c, k_row_ptr, K, SLOTS)
-        if PER_CHANNEL:
-            g = _next_g_channels(place, count, first, c, g_row_ptr, K, SLOTS)
-            keys *= inverse[:, None] * _decay(tl.cumsum(g, axis=0) + elapsed[None, :])
-        else:
-            g = _next_g(place, count, first, g_row_ptr, SLOTS)
-            keys *= (inverse * _decay(tl.cumsum(g, axis=0) + elapsed))[:, None]
-        elapsed += tl.sum(g, axis=0)
+        keys, inverse = _keys(newest - back, count, first, c, k_row_ptr, K, SLOTS)
+        behind = _next_g_channels(newest - back, count, first, c, g_row_ptr, K, SLOTS)
+        keys *= inverse[:, None] * _decay(tl.cumsum(behind, axis=0) + elapsed[None, :])
+        elapsed += tl.sum(behind, axis=0)
         us = ()
         for i in tl.static_range(8):
-            slot_u = ring_slot(first, tl.maximum(newest - i, 0), SLOTS)
-            us = us + (tl.load(u_row_ptr + slot_u * V, mask=v_ok, other=0.0),)
+            slot = ring_slot(first, tl.maximum(newest - i, 0), SLOTS)
+            us = us + (tl.load(u_row_ptr + slot * V, mask=v_ok, other=0.0),)
         for i in tl.static_range(8):
             if newest >= i:
                 state += _row(keys, back, i)[:, None] * us[i][None, :]
@@ -1014,7 +926,7 @@ def _short_window_kernel(
     k_buffer_ptr,
     u_buffer_ptr,
     g_buffer_ptr,
-    kq_ptr,  # what _append_kernel has found; float32
+    kq_ptr,  # what _append_kernel has found
     scores_ptr,
     checkpoint_ptr,
     y_ptr,  # (batch, T, value head, V)
@@ -1029,7 +941,6 @@ def _short_window_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     SLOTS: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -1038,9 +949,9 @@ def _short_window_kernel(
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
 ):  # fmt: skip
     """
-    A window of few tokens, one tile: BLOCK_V columns of the state of one head, in registers, where a flush finds them.
-    The tokens are multiplied by it one after the other: few are not worth the terms that matrix units want of a float32
-    state.
+    KDA, a window of few tokens, one tile: BLOCK_V columns of the state of one head, in registers, where a flush finds
+    them. The tokens are multiplied by it one after the other: six products of terms of 16 bits, which matrix units want
+    of decayed keys and a float32 state, take longer.
     """
     b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
     v_ok = v < V
@@ -1054,11 +965,11 @@ def _short_window_kernel(
     j = tl.arange(0, BLOCK_J)
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
-    g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
+    g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * K)
     if SLOTS <= BLOCK_J:
         held_u = _buffered_u(j, held, first, u_row_ptr, v_ok, V, SLOTS)
     token = tl.arange(0, BLOCK_T)
-    head_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * T * K)
+    head_kq_ptr = kq_ptr + (b * HV + h) * (2 * T * K)
     head_scores_ptr = scores_ptr + (b * HV + h) * (2 * T * (SLOTS + 1))
     head_v_ptr = v_ptr + b * v_stride_b + h * v_stride_h + v
     head_beta_ptr = beta_ptr + b * beta_stride_b + h * beta_stride_h
@@ -1067,21 +978,20 @@ def _short_window_kernel(
         wait_for_previous()  # for kq, scores and v
     wide = as_float32(state)
     us = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-    k, q, decay_k, decay_q, old_k, old_q, new_k, new_q, own = _found(0, held, c, j, token, head_kq_ptr,
-                                                                     head_scores_ptr, K, SLOTS)  # fmt: skip
+    k, q, old_k, old_q, new_k, new_q, own = _found(0, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS)
     u = tl.load(head_v_ptr, mask=v_ok, other=0.0)
     beta = tl.load(head_beta_ptr)
     for t in range(count):
         # What the next token needs is under way while this one is multiplied.
         later = tl.minimum(t + 1, count - 1)
-        next_k, next_q, next_decay_k, next_decay_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own = _found(
+        next_k, next_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own = _found(
             later, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS
         )
         next_u = tl.load(head_v_ptr + later * v_stride_t, mask=v_ok, other=0.0)
         next_beta = tl.load(head_beta_ptr + later * beta_stride_t)
 
-        for_k = _sum_far_rows(wide * k[:, None]) * decay_k
-        for_q = _sum_far_rows(wide * q[:, None]) * decay_q
+        for_k = _sum_far_rows(wide * k[:, None])
+        for_q = _sum_far_rows(wide * q[:, None])
         if scale_ptr is not None:
             for_k *= scale[None, :]
             for_q *= scale[None, :]
@@ -1105,13 +1015,13 @@ def _short_window_kernel(
         us = tl.where((token == t)[:, None], u[None, :], us)
         tl.store(u_row_ptr + ring_slot(first, held + t, SLOTS) * V, u, mask=v_ok)
         tl.store(y_at + t * (HV * V), y.to(y_ptr.dtype.element_ty), mask=v_ok)
-        k, q, decay_k, decay_q, old_k, old_q = next_k, next_q, next_decay_k, next_decay_q, next_old_k, next_old_q
-        new_k, new_q, own, u, beta = next_new_k, next_new_q, next_own, next_u, next_beta
+        k, q, old_k, old_q, new_k, new_q, own = next_k, next_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own
+        u, beta = next_u, next_beta
     if fold > 0:
         tl.debug_barrier()  # tokens of this window may be folded, too
         first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
         folded = _folded_in_registers(_scaled(state, scale, scale_ptr), c, fold, first, v_ok, k_row_ptr, u_row_ptr,
-                                      g_row_ptr, K, V, SLOTS, PER_CHANNEL)  # fmt: skip
+                                      g_row_ptr, K, V, SLOTS)  # fmt: skip
         _store_columns(head_state_ptr, folded, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key, K,
                        V)  # fmt: skip
 
@@ -1119,22 +1029,21 @@ def _short_window_kernel(
 @triton.jit
 def _found(t, held, c, j, token, head_kq_ptr, head_scores_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
     """
-    What `_append_kernel` has found for new token t, each time for k and for q: what to multiply the state by (BLOCK_K,)
-    and the product with it, and scores with the places held (J,), if they are one block, and the new ones before it
-    (T,); and the score of q with the token itself.
+    What `_append_kernel` has found for new token t, each time for k and for q: what to multiply the state by
+    (BLOCK_K,), and scores with the places held (J,), if they are one block, and the new ones before it (T,); and the
+    score of q with the token itself.
     """
     WIDTH: tl.constexpr = SLOTS + 1
     k_at = head_kq_ptr + 2 * t * K + c
     row_ptr = head_scores_ptr + 2 * t * WIDTH
     k, q = tl.load(k_at, mask=c < K, other=0.0), tl.load(k_at + K, mask=c < K, other=0.0)
-    decay_k, decay_q = tl.load(row_ptr + SLOTS), tl.load(row_ptr + WIDTH + SLOTS)
     old_k = tl.load(row_ptr + j, mask=j < held, other=0.0)
     old_q = tl.load(row_ptr + WIDTH + j, mask=j < held, other=0.0)
     new_ptr = row_ptr + held + token
     new_k = tl.load(new_ptr, mask=token < t, other=0.0)
     new_q = tl.load(new_ptr + WIDTH, mask=token < t, other=0.0)
     own = tl.load(row_ptr + WIDTH + held + t)
-    return k, q, decay_k, decay_q, old_k, old_q, new_k, new_q, own
+    return k, q, old_k, old_q, new_k, new_q, own
 
 
 @triton.jit
