@@ -74,8 +74,8 @@ def test_torch_accepts_the_operators(tokens, kda, device):
     a = arguments(device, tokens=tokens, shape=(1, 2, 1, 16, 16, 5), kda=kda)
     operators = getattr(torch.ops, kernels.gated_delta_step.__module__.partition(".")[0])
     calls = {
-        "gated_delta_step": (*(a[name] for name in STEP), None, None, None, None),
-        "gated_delta_decode": (*(a[name] for name in DECODE), True, None, None, BF16, tokens == 1),
+        "gated_delta_step": (*(a[name] for name in STEP), None, None, None),
+        "gated_delta_decode": (*(a[name] for name in DECODE), True, None, None, BF16),
         "gated_delta_fold": (*(a[name] for name in FOLD[:-1]), None, a["checkpoint"]),
         "gated_delta_flush": (*(a[name] for name in FOLD), None, 3),
     }
