@@ -179,13 +179,12 @@ def make_sets(bench: Bench, case: Case, slots: int, tokens: int = 1) -> list[typ
     return [make_set(bench, case, slots, tokens) for _ in range(number)]
 
 
-def replay(bench: Bench, positions: dict[Step, torch.Tensor], fused: bool | None = None) -> Callable:
+def replay(bench: Bench, positions: dict[Step, torch.Tensor]) -> Callable:
     """launch(set, step): our recurrence, behind the convolution."""
 
     def launch(one, step):
         return bench.kernels.gated_delta_step(
             positions[step], one.q, one.k, one.v, one.g, one.beta, one.k_buffer, one.u_buffer, one.g_buffer, one.state,
-            fused=fused,
         )  # fmt: skip
 
     return launch
@@ -258,21 +257,19 @@ def measure_step(bench: Bench, case: Case, buffer_len: int, fla: Callable | None
     cycle, two_cycles = plain_schedule(buffer_len, seen=64), plain_schedule(buffer_len, 2)
     ones = plain_schedule(1, 2 * buffer_len)
     positions = bench.positions(case, [*cycle, *two_cycles, *ones, *plain_schedule(1, seen=64)])
-    launches = {name: replay(bench, positions, fused) for name, fused in
-                {"replay": None, "fused": True, "apart": False}.items()}  # fmt: skip
-    for name, launch in launches.items():
-        row["errors"][name] = error_of(bench, case, launch, two_cycles, buffer_len)
-    row["errors"]["buffer_len_1"] = error_of(bench, case, launches["replay"], ones, 1)
+    launch = replay(bench, positions)
+    row["errors"]["replay"] = error_of(bench, case, launch, two_cycles, buffer_len)
+    row["errors"]["buffer_len_1"] = error_of(bench, case, launch, ones, 1)
     if fla is not None:
         row["errors"]["fla"] = error_of(bench, case, classic(fla, True), ones, 1)
     right = {name for name, error in row["errors"].items() if error <= tolerance(case)}
 
     sets = make_sets(bench, case, buffer_len)
     parts = {"cycle": cycle, "nonflush": cycle[:-1], "flush": cycle[-1:]}
-    for name, launch in launches.items():
-        if name in right:
-            row[name] = {part: timed(bench, case, launch, sets, schedule) for part, schedule in parts.items()
-                         if schedule and (name == "replay" or part == "cycle")}  # fmt: skip
+    if "replay" in right:
+        row["replay"] = {
+            part: timed(bench, case, launch, sets, schedule) for part, schedule in parts.items() if schedule
+        }
     if fla is not None and "fla" in right:
         expected = bench.expected_us(classic_bytes(case))
         for name, copies in {"fla": False, "fla_copied": True}.items():
@@ -281,7 +278,7 @@ def measure_step(bench: Bench, case: Case, buffer_len: int, fla: Callable | None
     del sets
     if "buffer_len_1" in right:
         schedule = plain_schedule(1, seen=64)
-        row["buffer_len_1"] = timed(bench, case, launches["replay"], make_sets(bench, case, 1), schedule)
+        row["buffer_len_1"] = timed(bench, case, launch, make_sets(bench, case, 1), schedule)
     return row
 
 
@@ -315,10 +312,7 @@ def candidates(window: bool) -> list:
     tiles = [*again, *keep, *evicting, Tile(16, 1, 64, state="stream")]
     found = [Config(tile, append_warps=warps) for tile, warps in itertools.product(tiles, (1, 2, 4))]
     found += [replace(config, overlap=False) for config in (found[3], found[21])]
-    fused = [
-        Tile(*size, 32, state=state) for size in ((32, 2), (32, 4), (64, 4), (16, 2)) for state in ("again", "keep")
-    ]
-    return found + [Config(tile, fused=True) for tile in fused]
+    return found
 
 
 @dataclass(frozen=True)
@@ -404,12 +398,12 @@ def report(result: dict) -> str:
         rows.append([
             row["geometry"], row["checkpoint"], str(row["batch"]), cell(us(row, "fla")), cell(us(row, "fla_copied")),
             *(cell(us(row, "replay", part)) for part in ("nonflush", "flush", "cycle")),
-            *(cell(us(row, name, "cycle")) for name in ("fused", "apart")), cell(us(row, "buffer_len_1")),
+            cell(us(row, "buffer_len_1")),
             *(cell(harness.ratio(us(row, name), cycle), 2) for name in ("fla", "fla_copied")),
             cell(harness.value_of(row, "replay", "cycle", "bound_us")),
             cell(harness.value_of(row, "replay", "cycle", "fraction"), 2),
         ])  # fmt: skip
-    head = ["geometry", "state", "batch", "fla", "+copy", "plain", "flush", "cycle", "fused", "apart", "own 1",
+    head = ["geometry", "state", "batch", "fla", "+copy", "plain", "flush", "cycle", "own 1",
             "fla/", "+copy/", "bound", "reached"]  # fmt: skip
     lines.append(table("One step; fla/ and +copy/ are ratios to the cycle average", head, rows))
     rows = []

@@ -51,7 +51,7 @@ class DeltaLayer(Layer):
     def fold_call(self):
         return kernels.gated_delta_fold, self.owned()
 
-    def advance(self, tokens, count=None, fold=0, *, fused=None, out_dtype=F32):
+    def advance(self, tokens, count=None, fold=0, *, out_dtype=F32):
         """(kernel's output, float64 output), (b, t, h, V) in float64; zeros from a row's `count` on in both."""
         batch, heads, key_heads, key_dim, value_dim, slots = self.shape
         self.calls += 1
@@ -60,7 +60,7 @@ class DeltaLayer(Layer):
         g = -self.rand(batch, tokens, heads, *self.channels_of_g) / self.memory
         beta = (self.randn(batch, tokens, heads).sigmoid() * self.most).to(self.dtype)
         new = {"g": self.hide(g, real), "beta": self.hide(beta, real)}
-        options = {"fused": fused, "out_dtype": out_dtype}
+        options = {"out_dtype": out_dtype}
         if self.conv:
             raw = self.randn(batch, tokens, self.channels).to(self.dtype)
             new |= {"qkv": self.hide(raw, real), "conv_inputs": self.conv_inputs, "conv_weight": self.weight,

@@ -15,7 +15,6 @@ from replayssm_kernels import gated_delta
 from replayssm_kernels._configs import Config, Tile
 
 
-FUSED = (True, False, None)
 DTYPES = [F32, BF16, F16]
 RULES = pytest.mark.parametrize("kda", [False, True], ids=["gated delta", "kda"])
 
@@ -63,16 +62,15 @@ LARGE = {
 @pytest.mark.parametrize("case", SMALL.values(), ids=SMALL.keys())
 def test_equals_the_recurrence(case, kda, device):
     shape, options, lengths = case
-    play(DeltaLayer(shape, device, kda=kda, **options), lengths, fused=FUSED)
+    play(DeltaLayer(shape, device, kda=kda, **options), lengths)
 
 
 @on_gpu
 @RULES
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("case", LARGE.values(), ids=LARGE.keys())
-def test_equals_the_recurrence_on_models_shapes(case, fused, kda, device):
+def test_equals_the_recurrence_on_models_shapes(case, kda, device):
     shape, options, lengths = case
-    play(DeltaLayer(shape, device, kda=kda, **options), lengths, fused=(fused,))
+    play(DeltaLayer(shape, device, kda=kda, **options), lengths)
 
 
 @on_gpu
@@ -88,7 +86,7 @@ def test_windows_of_every_length(tokens, kda, device):
 @pytest.mark.parametrize("batch", [64, 512])
 def test_large_batches(batch, kda, device):
     layer = DeltaLayer((batch, 32, 32 if kda else 16, 128, 128, 16), device, BF16, kda=kda, conv=4, seen=3, first=5)
-    play(layer, (1, 1, 5, 1), fused=(None,))
+    play(layer, (1, 1, 5, 1))
 
 
 @needs
@@ -101,7 +99,7 @@ def test_large_batches(batch, kda, device):
 def test_dtypes(conv, dtype, checkpoint_dtype, kda, device):
     """A 16-bit checkpoint is the exact state, rounded, after every flush (`Layer.folded`)."""
     layer = DeltaLayer((1, 1, 1, 16, 16, 8), device, dtype, checkpoint_dtype, kda=kda, conv=conv, first=6, seed=conv)
-    play(layer, (1, 4, 1), fused=FUSED, seed=1, flushes=0.8)
+    play(layer, (1, 4, 1), seed=1, flushes=0.8)
     layer.flush(layer.held.clamp(max=1))
     y, expected = layer.advance(1, fold=0, out_dtype=None)  # rounded to the dtype of the activations
     limit = {F32: 1e-6, BF16: 8e-3 if device == "cpu" else 4e-3, F16: 1e-3}[dtype]
@@ -119,7 +117,7 @@ def test_8_bits(checkpoint_dtype, seed, kda, device):
     """Steps, windows and flushes from columns with a scale, which is new after every flush."""
     layer = DeltaLayer((2, 2, 1, 40, 24, 5), device, BF16, checkpoint_dtype, kda=kda, first=3, seen=4)
     layer.rounding_seed = seed
-    play(layer, (1, 3, 1), fused=(True, None, False), seed=1)
+    play(layer, (1, 3, 1), seed=1)
     layer.flush(layer.held.clamp(max=1))
 
 
@@ -127,7 +125,7 @@ def test_8_bits(checkpoint_dtype, seed, kda, device):
 @RULES
 def test_8_bits_through_shared_memory_and_of_several_pieces(kda, device, monkeypatch):
     tile = Tile(16, 1, 16, state="stream")
-    monkeypatch.setattr(gated_delta, "OVERRIDE", Config(tile, fused=False, append_warps=2))
+    monkeypatch.setattr(gated_delta, "OVERRIDE", Config(tile, append_warps=2))
     layer = DeltaLayer((1, 1, 1, 40, 24, 20), device, BF16, INT8, kda=kda, first=15)
     play(layer, (17, 1), seed=2, flushes=1.0)
 
@@ -137,7 +135,7 @@ def test_8_bits_through_shared_memory_and_of_several_pieces(kda, device, monkeyp
 @pytest.mark.parametrize("state", ["again", "keep"])
 def test_a_step_flushes_8_bits(state, kda, device, monkeypatch):
     """One row takes in all its tokens, the other some of them; the state is read again or kept in registers."""
-    monkeypatch.setattr(gated_delta, "OVERRIDE", Config(Tile(16, 1, 32, state=state), fused=False))
+    monkeypatch.setattr(gated_delta, "OVERRIDE", Config(Tile(16, 1, 32, state=state)))
     layer = DeltaLayer((2, 2, 1, 40, 24, 5), device, BF16, INT8, kda=kda, first=3)
     layer.rounding_seed = 5
     for tokens, fold in ((3, 0), (1, torch.tensor([4, 2], device=device)), (1, torch.tensor([1, 3], device=device))):
@@ -190,12 +188,12 @@ def test_every_kind_of_configuration(config, dtype, kda, device, monkeypatch):
     monkeypatch.setattr(gated_delta, "OVERRIDE", config)
     for slots, lengths in ((5, (1, 3)), (18, (9, 8, 1))):
         layer = DeltaLayer((1, 1, 1, 40, 24, slots), device, dtype, dtype, kda=kda, conv=4, ring=20, first=slots - 2)
-        play(layer, lengths, fused=(False,), flushes=0.7)
+        play(layer, lengths, flushes=0.7)
 
 
 @needs
-@pytest.mark.parametrize(("conv", "fused", "kda"), [(4, True, False), (0, False, False), (0, True, True)])
-def test_all_phases_in_one_call(conv, fused, kda, device):
+@pytest.mark.parametrize(("conv", "kda"), [(4, False), (0, False), (0, True)])
+def test_all_phases_in_one_call(conv, kda, device):
     """Rows with every number of held tokens, with and without a new one, that fold none, some or all."""
     slots = 3
     layer = DeltaLayer((12, 1, 1, 16, 16, slots), device, kda=kda, conv=conv, first=1, seed=5)
@@ -206,10 +204,10 @@ def test_all_phases_in_one_call(conv, fused, kda, device):
     count = (rows // slots) % 2  # with COUNT = 0: nothing is written but a checkpoint that folds
     fold = torch.where(rows < 6, (held + count) * (rows % 2), ((held + count) / 2).ceil().long())
     assert {0, 1, 2} <= set(fold.tolist()) and bool((fold < held + count).any())
-    y, expected = layer.advance(1, count=count, fold=fold, fused=fused)
+    y, expected = layer.advance(1, count=count, fold=fold)
     assert error(y, expected) <= layer.state_bar
     assert error(*layer.whole_state()) <= layer.state_bar
-    y, expected = layer.advance(1, fused=fused)
+    y, expected = layer.advance(1)
     assert error(y, expected) <= layer.state_bar
 
 
@@ -221,9 +219,8 @@ def test_a_call_without_real_tokens_changes_nothing(tokens, kda, device):
     layer.advance(2)
     owned = [*layer.buffers(), layer.checkpoint, layer.conv_inputs]
     before = [tensor.clone() for tensor in owned]
-    for fused in (True, False) if tokens == 1 else (None,):
-        layer.advance(tokens, count=0, fused=fused)
-        assert all(same_bits(old, new) for old, new in zip(before, owned))
+    layer.advance(tokens, count=0)
+    assert all(same_bits(old, new) for old, new in zip(before, owned))
 
 
 @needs
@@ -260,11 +257,7 @@ def test_rows_do_not_depend_on_each_other(kda, device):
                    randn(batch, heads, 16, 16)]  # fmt: skip
         for tensor in tensors:
             tensor[[row for row in range(batch) if row not in rows]] = float("nan")
-        results = []
-        for fused in (True, False):
-            new = [tensor.clone() for tensor in tensors]
-            results += [kernels.gated_delta_step(positions, *new, fused=fused)[rows], new[-1][rows]]
-        return results
+        return [kernels.gated_delta_step(positions, *tensors)[rows], tensors[-1][rows]]
 
     together = run([0, 1, 2])
     for row in (0, 2):  # row 1 has no new token
@@ -357,7 +350,7 @@ def test_errors_do_not_grow(dtype, kda, device):
     calls = 5000 if device != "cpu" else 25
     random = torch.Generator().manual_seed(1)
     lengths = [1 if i % 3 else 1 + int(torch.randint(4, (), generator=random)) for i in range(calls)]
-    play(layer, lengths, seed=2, fused=(None, False, True), flushes=0.1, slack=1 if device == "cpu" else 3)
+    play(layer, lengths, seed=2, flushes=0.1, slack=1 if device == "cpu" else 3)
     ours = error(layer.whole_state()[0], layer.state)
     assert ours <= 2 * error(loop.state.double(), layer.state), ours
 
@@ -372,7 +365,7 @@ def test_random_sequences_with_crops(seed, kda, device):
                        first=4, seed=seed)  # fmt: skip
     random = torch.Generator().manual_seed(seed)
     slots = shape[-1]
-    for i in range(1000 if many else 4):
+    for _ in range(1000 if many else 4):
         draw = lambda highest: (torch.rand(shape[0], generator=random).to(device) * (highest + 1)).long()  # noqa: E731
         tokens = int(torch.randint(1, 6, (), generator=random))
         if bool((layer.held + tokens > slots).any()):
@@ -381,7 +374,7 @@ def test_random_sequences_with_crops(seed, kda, device):
         assert error(y, expected) <= 3 * layer.bar(tokens)
         layer.crop(draw(torch.minimum(layer.held, layer.croppable())))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
-        y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold, fused=[None, True, False][i % 3])
+        y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold)
         assert error(y, expected) <= 3 * layer.bar(1)
     assert error(*layer.whole_state()) <= 3e-6
 
@@ -408,9 +401,9 @@ def test_offsets_beyond_32_bits(tokens, device):
     ring, weight = randn(batch, 4, qkv.shape[-1]), randn(qkv.shape[-1], 4)
     positions = torch.tensor([9, 130, 120, tokens, 100], dtype=torch.int32, device=device)[:, None].repeat(1, batch)
     few_ring = ring[rows].clone()
-    y = kernels.gated_delta_decode(positions, qkv, g, beta, ring, weight, None, *owned, fused=False)[rows]
+    y = kernels.gated_delta_decode(positions, qkv, g, beta, ring, weight, None, *owned)[rows]
     expected = kernels.gated_delta_decode(
-        positions[:, rows].contiguous(), qkv[rows], g[rows], beta[rows], few_ring, weight, None, *small, fused=False
+        positions[:, rows].contiguous(), qkv[rows], g[rows], beta[rows], few_ring, weight, None, *small
     )
     assert error(y.double(), expected.double()) < 2e-3
     assert all(error(a[rows].double(), b.double()) < 2e-3 for a, b in zip(owned, small))

@@ -74,8 +74,8 @@ def test_torch_accepts_the_operators(tokens, kda, device):
     a = arguments(device, tokens=tokens, shape=(1, 2, 1, 16, 16, 5), kda=kda)
     operators = getattr(torch.ops, kernels.gated_delta_step.__module__.partition(".")[0])
     calls = {
-        "gated_delta_step": (*(a[name] for name in STEP), None, None, None, None),
-        "gated_delta_decode": (*(a[name] for name in DECODE), True, None, None, BF16, tokens == 1),
+        "gated_delta_step": (*(a[name] for name in STEP), None, None, None),
+        "gated_delta_decode": (*(a[name] for name in DECODE), True, None, None, BF16),
         "gated_delta_fold": (*(a[name] for name in FOLD[:-1]), None, a["checkpoint"]),
         "gated_delta_flush": (*(a[name] for name in FOLD), None, 3),
     }
@@ -120,8 +120,8 @@ def test_compiles_for_any_number_of_rows_and_tokens(device):
 
 @on_gpu
 @RULES
-@pytest.mark.parametrize(("tokens", "fused"), [(1, True), (1, False), (3, None), (40, None)])
-def test_cuda_graph(tokens, fused, kda, device):
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_cuda_graph(tokens, kda, device):
     """A captured call replays with positions that change in place: plain steps, a flush, then steps behind it."""
     slots = 3 * tokens + 2
     a = arguments(device, (3, 8, 2, 64, 128, slots), tokens, BF16, kda)
@@ -129,11 +129,11 @@ def test_cuda_graph(tokens, fused, kda, device):
     b = copy(a)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        decode(copy(a), fused=fused)  # compiles
+        decode(copy(a))  # compiles
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = decode(b, fused=fused)
+        y = decode(b)
     held = first = 0
     for turn in range(7):
         flush = held + tokens if turn % 3 == 2 else turn % 2
@@ -144,7 +144,7 @@ def test_cuda_graph(tokens, fused, kda, device):
             for name, value in inputs.items():
                 c[name].copy_(value)
         graph.replay()
-        assert same_bits(decode(a, fused=fused), y)
+        assert same_bits(decode(a), y)
         assert_same(a, b)
         held, first = held + tokens - flush, (first + flush) % slots
 
@@ -207,8 +207,6 @@ def test_options_that_do_not_fit(device):
     a = arguments(device, tokens=2)
     before = copy(a)
     for function in (step, decode):
-        with pytest.raises(ValueError, match="fused"):
-            function(a, fused=True)
         with pytest.raises(ValueError, match="out_dtype"):
             function(a, out_dtype=torch.float64)
     with pytest.raises(ValueError, match="activation"):
@@ -231,7 +229,7 @@ def test_other_layouts_are_taken(layout, name, kda, device):
 
 # Compiled for GPUs that are not here, as in `test_compile.py`.
 
-KERNELS = ("_append_kernel", "_step_kernel", "_window_kernel", "_fold_kernel")
+KERNELS = ("_append_kernel", "_step_kernel", "_short_window_kernel", "_window_kernel", "_fold_kernel")
 
 
 @pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
@@ -270,13 +268,23 @@ def compile_decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 1
 @pytest.mark.parametrize(
     "call",
     [
-        {"fused": False},
+        {},
         {"tokens": 5},
+        {"tokens": 8, "shape": (2, 2, 1, 256, 64, 40), "checkpoint_dtype": BF16},
+        {"tokens": 12},
         {"tokens": 20, "shape": (2, 2, 1, 96, 192, 51), "checkpoint_dtype": BF16},
-        {"fused": True, "dtype": F16, "shape": (2, 2, 2, 256, 64, 20), "checkpoint_dtype": F16},
-        {"fused": True, "dtype": F32, "shape": (2, 3, 1, 64, 128, 40)},
+        {"dtype": F16, "shape": (2, 2, 2, 256, 64, 20), "checkpoint_dtype": F16},
+        {"dtype": F32, "shape": (2, 3, 1, 64, 128, 40)},
     ],
-    ids=["step", "window", "window of pieces, blocks of slots", "fused", "float32"],
+    ids=[
+        "step",
+        "short window",
+        "short window, blocks of slots",
+        "window",
+        "window of pieces, blocks of slots",
+        "float16",
+        "float32",
+    ],
 )
 def test_compiles_elsewhere(call, kda, compiled):
     """With the configuration that a device gets which was not tuned for."""
@@ -297,7 +305,7 @@ def test_8_bits_compile(tokens, checkpoint_dtype, kda, compiled):
 @RULES
 def test_other_configurations_compile(kda, compiled, monkeypatch):
     monkeypatch.setattr(gated_delta, "OVERRIDE", Config(Tile(32, 2, 32, registers=128)))
-    compile_decode(fused=False, checkpoint_dtype=BF16, kda=kda)
+    compile_decode(checkpoint_dtype=BF16, kda=kda)
     assert {name for name, _ in compiled} == {"_append_kernel", "_step_kernel", "_fold_kernel"}
 
 

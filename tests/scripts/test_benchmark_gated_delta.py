@@ -35,7 +35,7 @@ class Kernels:
     def __init__(self, case, off):
         self.case, self.off, self.states = case, off, {}
 
-    def gated_delta_step(self, positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, state, *, fused=None):
+    def gated_delta_step(self, positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, state):
         new = SimpleNamespace(q=q, k=k, v=v, g=g, beta=beta)
         key = state.data_ptr()
         self.states[key] = seen = [*(self.states.get(key, []) if int(positions[0, 0]) > 0 else []), new]

@@ -12,19 +12,22 @@ Everything is a matter of one column of V at a time, but for the *scores*, the p
 query with the decay between them. A call reads the state once, against k and q of all new tokens.
 
 Two launches do a call: `_append_kernel` (convolution, append of k and g, the scores, once for each key head) and
-`_step_kernel` (one token) or `_window_kernel` (more), which finds u and appends it. For one token `_step_kernel` alone
-can do all of it (FUSED). A flush reads the state again, piece after piece: kept from the output, it would take
-registers in all the steps that do not flush. Behind a window of several pieces it is left to `_fold_kernel`.
+`_step_kernel` (one token), `_window_kernel` (more) or `_short_window_kernel` (a few, of KDA), which finds u and appends
+it. A flush reads the state again, piece after piece, or takes it from the registers that a step has it in. Behind a
+window of several pieces it is left to `_fold_kernel`.
 
 Layouts: checkpoint (batch, value head, K, V); k (batch, key head, slot, K) raw, u (batch, value head, slot, V) float32,
 g (batch, value head, slot) or for KDA (batch, value head, slot, K), float32; the ring of raw inputs (batch, ring,
 channels), channels being q of all key heads, k of all key heads, v of all value heads. From one launch to the next go
 rows 2t (of k_t) and 2t + 1 (of q_t): `kq`, and `scores` with a place of the buffer in each column, in the last column
-what the product with the state is to be multiplied by.
+what the product with the state is to be multiplied by. Tokens of the buffer are gone through from the newest to the
+oldest, since a token decays with those behind it: sums over them then need no order reversed, which a warp can only do
+by passing every number on.
 
 u gets into the state: every sum that it depends on has float32 accuracy, k is normalised in float32 whenever it is
 read, and a flush takes the very u of the token's output. Exponents are formed for pairs of tokens, from sums of g that
-are counted from the newer one backwards: no cancellation, and never above 0.
+are counted from the newer one backwards: no cancellation, and never above 0. (Between a window and the tokens before it
+there are two factors, of what decays on either side of their border.)
 
 A checkpoint of 8 bits has a float32 scale for each column of V, (batch, value head, V): a product with a column takes
 it once, behind the sum over K. A flush finds the greatest number of each of its columns first, and then rounds.
@@ -47,8 +50,10 @@ EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _inverse_length(squares):
-    """Of a vector with this sum of squares."""
-    return 1.0 / tl.sqrt_rn(squares + EPS)
+    """Of a vector with this sum of squares. (The units give 22 bits, a step of Newton's method the rest.)"""
+    squares += EPS
+    inverse = tl.rsqrt(squares)
+    return inverse * (1.5 - (0.5 * squares * inverse) * inverse)
 
 
 @triton.jit
@@ -110,8 +115,8 @@ def _tile(tile, HV: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, BLOCK_V: tl
 
 @triton.jit
 def _keys(place, end, first, c, k_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
-    """Keys (J, BLOCK_K) float32 at some places below `end` (zeros from there on), and their inverse lengths (J,)."""
-    used = place < end
+    """Keys (J, BLOCK_K) float32 at some places, zeros where these are not in 0 .. end-1, and inverse lengths (J,)."""
+    used = (place >= 0) & (place < end)
     slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
     # Masked loads do not touch memory: whatever unused slots hold (NaN included) is never seen.
     k = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & (c < K)[None, :], other=0.0)
@@ -121,8 +126,8 @@ def _keys(place, end, first, c, k_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr)
 
 @triton.jit
 def _next_g(place, end, first, g_row_ptr, SLOTS: tl.constexpr):
-    """g (J,) of the place behind each, where that is below `end`; zeros elsewhere."""
-    after = place + 1 < end
+    """g (J,) of the place behind each, where both are in 0 .. end-1; zeros elsewhere."""
+    after = (place >= 0) & (place + 1 < end)
     slot = ring_slot(first, tl.where(after, place + 1, 0), SLOTS)
     return tl.load(g_row_ptr + slot, mask=after, other=0.0)
 
@@ -130,7 +135,7 @@ def _next_g(place, end, first, g_row_ptr, SLOTS: tl.constexpr):
 @triton.jit
 def _next_g_channels(place, end, first, c, g_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
     """The same for KDA: (J, channels)."""
-    after = place + 1 < end
+    after = (place >= 0) & (place + 1 < end)
     slot = ring_slot(first, tl.where(after, place + 1, 0), SLOTS)
     return tl.load(g_row_ptr + slot[:, None] * K + c[None, :], mask=after[:, None] & (c < K)[None, :], other=0.0)
 
@@ -139,21 +144,20 @@ def _next_g_channels(place, end, first, c, g_row_ptr, K: tl.constexpr, SLOTS: tl
 def _scores(place, new, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr,
             PER_CHANNEL: tl.constexpr):  # fmt: skip
     """
-    Of one token, at place `new`, with the tokens at some places before it: k_j . decay k and k_j . decay q, (J,) each;
-    `elapsed`, the sum of g over the places behind the one behind these, with theirs; and the decayed keys themselves,
-    (J, BLOCK_K), less factors (J,).
+    Of one token, at place `new`, with the tokens at some places before it, the newest first: k_j . decay k and
+    k_j . decay q, (J,) each; and `elapsed`, the sum of g over the places behind the one behind these, with theirs.
     """
     past, inverse = _keys(place, new, first, c, k_row_ptr, K, SLOTS)
-    last = place + 1 == new
+    last = (place >= 0) & (place + 1 == new)
     if PER_CHANNEL:
         behind = tl.where(last[:, None], g[None, :], _next_g_channels(place, new, first, c, g_row_ptr, K, SLOTS))
-        past *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed[None, :])
+        past *= _decay(tl.cumsum(behind, axis=0) + elapsed[None, :])
     else:
         behind = tl.where(last, g, _next_g(place, new, first, g_row_ptr, SLOTS))
-        inverse *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed)
+        inverse *= _decay(tl.cumsum(behind, axis=0) + elapsed)
     by_k = tl.sum(past * k[None, :], axis=1) * inverse
     by_q = tl.sum(past * q[None, :], axis=1) * inverse
-    return by_k, by_q, elapsed + tl.sum(behind, axis=0), past, inverse
+    return by_k, by_q, elapsed + tl.sum(behind, axis=0)
 
 
 @triton.jit
@@ -180,7 +184,6 @@ def _append_kernel(
     g_buffer_ptr,
     kq_ptr,  # (batch, key head, 2 T, K) raw; for KDA (batch, value head, 2 T, K) float32: normalised and decayed
     scores_ptr,  # (batch, value head, 2 T, SLOTS + 1)
-    keys_ptr,  # KDA, one token: (batch, value head, SLOTS + 1, K) float32, see below
     batch,
     q_stride_b, q_stride_t, q_stride_h,
     k_stride_b, k_stride_t, k_stride_h,
@@ -235,6 +238,8 @@ def _append_kernel(
 
     m = unit
     c = tl.arange(0, BLOCK_K)
+    if PER_CHANNEL:
+        c = tl.max_contiguous(c, 4)
     c_ok = c < K
     tile_ok = real[:, None] & c_ok[None, :]
     dtype = k_buffer_ptr.dtype.element_ty
@@ -280,48 +285,50 @@ def _append_kernel(
             row_kq_ptr = kq_ptr + (b * HV + h) * (2 * T * K)
             if BLOCK_T == 1:
                 new = tl.where(count > 0, held, 0)
-                # Keys as they decay up to the new token are what the state takes in, if it takes in all of them.
-                row_keys_ptr = keys_ptr + (b * HV + h) * ((SLOTS + 1) * K)
-                folds_all = (count > 0) & (fold == held + 1)
                 k_1 = tl.reshape(wide_k * k_scale[:, None], (BLOCK_K,))
                 q_1 = tl.reshape(wide_q * q_scale[:, None], (BLOCK_K,))
                 g_1 = tl.reshape(g, (BLOCK_K,))
                 elapsed = tl.zeros((BLOCK_K,), tl.float32)
                 blocks = (new + BLOCK_J - 1) // BLOCK_J
                 for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
-                    place = (blocks - 1 - block) * BLOCK_J + j
-                    by_k, by_q, elapsed, past, inverse = _scores(place, new, first, elapsed, g_1, k_1, q_1, c,
-                                                                 k_row_ptr, g_row_ptr, K, SLOTS,
-                                                                 PER_CHANNEL)  # fmt: skip
-                    tl.store(row_scores_ptr + place, by_k, mask=place < new)
-                    tl.store(row_scores_ptr + WIDTH + place, by_q, mask=place < new)
-                    if folds_all:
-                        key_at = row_keys_ptr + place[:, None] * K + c[None, :]
-                        tl.store(key_at, past * inverse[:, None], mask=(place < new)[:, None] & c_ok[None, :])
+                    place = new - 1 - block * BLOCK_J - j
+                    by_k, by_q, elapsed = _scores(place, new, first, elapsed, g_1, k_1, q_1, c, k_row_ptr, g_row_ptr,
+                                                  K, SLOTS, PER_CHANNEL)  # fmt: skip
+                    tl.store(row_scores_ptr + place, by_k, mask=place >= 0)
+                    tl.store(row_scores_ptr + WIDTH + place, by_q, mask=place >= 0)
                 tl.store(row_scores_ptr + WIDTH + new, tl.sum(k_1 * q_1, axis=0))
                 tl.store(row_scores_ptr + SLOTS, 1.0)
                 tl.store(row_scores_ptr + WIDTH + SLOTS, 1.0)
                 decay = _decay(_total(elapsed, new, first, g_1, c, g_row_ptr, K, PER_CHANNEL))
                 tl.store(row_kq_ptr + c, k_1 * decay, mask=c_ok)
                 tl.store(row_kq_ptr + K + c, q_1 * decay, mask=c_ok)
-                if folds_all:
-                    tl.store(row_keys_ptr + new * K + c, k_1, mask=c_ok)
-                    tl.store(row_keys_ptr + SLOTS * K + c, decay, mask=c_ok)
             else:
                 # What decays between a new token and one before them all is split at their border: both factors are
                 # at most 1, and the scores are products of matrices. Among the new ones each pair has its exponent.
                 k_n, q_n = wide_k * k_scale[:, None], wide_q * q_scale[:, None]
                 since = tl.cumsum(g, axis=0)
-                for i in tl.static_range(BLOCK_T):
-                    if t0 + i < count:
-                        this = (token == i)[:, None]
-                        since_i = tl.sum(tl.where(this, since, 0.0), axis=0)
-                        k_i = tl.sum(tl.where(this, k_n, 0.0), axis=0)
-                        decayed = k_i[None, :] * _decay(since - since_i[None, :])
-                        by_k, by_q = tl.sum(k_n * decayed, axis=1), tl.sum(q_n * decayed, axis=1)
-                        pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
-                        tl.store(pair_at, by_k, mask=real & (token > i))
-                        tl.store(pair_at + WIDTH, by_q, mask=real & (token >= i))
+                if BLOCK_T <= 8:  # pair by pair, which leaves out those that see nothing of each other
+                    for i in tl.static_range(BLOCK_T):
+                        if t0 + i < count:
+                            k_i, q_i = _row(k_n, token, i), _row(q_n, token, i)
+                            pair_at = row_scores_ptr + 2 * (t0 + i) * WIDTH + held + t0
+                            passed = _row(g, token, i)
+                            tl.store(pair_at + WIDTH + i, tl.sum(k_i * q_i, axis=0))
+                            for back in tl.static_range(i):
+                                other = i - 1 - back
+                                decayed = _row(k_n, token, other) * _decay(passed)
+                                tl.store(pair_at + other, tl.sum(k_i * decayed, axis=0))
+                                tl.store(pair_at + WIDTH + other, tl.sum(q_i * decayed, axis=0))
+                                passed += _row(g, token, other)
+                else:
+                    for i in tl.static_range(BLOCK_T):
+                        if t0 + i < count:
+                            since_i, k_i = _row(since, token, i), _row(k_n, token, i)
+                            decayed = k_i[None, :] * _decay(since - since_i[None, :])
+                            by_k, by_q = tl.sum(k_n * decayed, axis=1), tl.sum(q_n * decayed, axis=1)
+                            pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
+                            tl.store(pair_at, by_k, mask=real & (token > i))
+                            tl.store(pair_at + WIDTH, by_q, mask=real & (token >= i))
                 decay = _decay(since)
                 kq = _interleave(k_n * decay, q_n * decay, BLOCK_T, BLOCK_K)  # (2 T, K)
                 row = tl.arange(0, 2 * BLOCK_T)
@@ -330,14 +337,14 @@ def _append_kernel(
                 before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
                 blocks = (before + BLOCK_J - 1) // BLOCK_J
                 for block in tl.range(0, blocks, num_stages=1):  # (its loads would fill shared memory)
-                    place = (blocks - 1 - block) * BLOCK_J + j
+                    place = before - 1 - block * BLOCK_J - j
                     past, inverse = _keys(place, before, first, c, k_row_ptr, K, SLOTS)
                     behind = _next_g_channels(place, before, first, c, g_row_ptr, K, SLOTS)
-                    past *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed[None, :]) * inverse[:, None]
+                    past *= _decay(tl.cumsum(behind, axis=0) + elapsed[None, :]) * inverse[:, None]
                     elapsed += tl.sum(behind, axis=0)
                     products = _dot(kq, tl.trans(past), tl.zeros((2 * BLOCK_T, BLOCK_J), tl.float32))
                     score_at = row_scores_ptr + (2 * t0 + row[:, None]) * WIDTH + place[None, :]
-                    tl.store(score_at, products, mask=row_ok[:, None] & (place < before)[None, :])
+                    tl.store(score_at, products, mask=row_ok[:, None] & (place >= 0)[None, :])
                 tl.store(row_scores_ptr + (2 * t0 + row) * WIDTH + SLOTS, tl.full((2 * BLOCK_T,), 1.0, tl.float32),
                          mask=row_ok)  # fmt: skip
                 elapsed += tl.load(g_row_ptr + first * K + c, mask=c < tl.where(before > 0, K, 0), other=0.0)
@@ -354,7 +361,8 @@ def _append_kernel(
         g = tl.where(real[None, :], g, 0.0)
         # Where a block spans the buffer its loads are under way before all that follows.
         if SLOTS <= BLOCK_J:
-            past, next_g = _past(j, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K, SLOTS)
+            place = before - 1 - j
+            past, next_g = _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K, SLOTS)
         oldest_ptr = g_buffer_ptr + (b * HV + h) * SLOTS + first
         oldest_g = tl.load(oldest_ptr, mask=r < tl.where(before > 0, PER_KEY_HEAD, 0), other=0.0)
         tl.store(row_g_ptr + slot[None, :], g, mask=r_ok[:, None] & real[None, :])
@@ -368,8 +376,10 @@ def _append_kernel(
         scale = tl.reshape(tl.join(k_scale, q_scale), (2 * BLOCK_T,))
         row = tl.arange(0, 2 * BLOCK_T)
         row_ok = t0 + row // 2 < T
-        at = kq_ptr + ((b * HK + m) * (2 * T) + 2 * t0 + row[:, None]) * K + c[None, :]
-        tl.store(at, kq.to(kq_ptr.dtype.element_ty), mask=row_ok[:, None] & c_ok[None, :])
+        kq_at = kq_ptr + ((b * HK + m) * (2 * T) + 2 * t[:, None]) * K + c[None, :]
+        kq_ok = (t < T)[:, None] & c_ok[None, :]
+        tl.store(kq_at, k.to(kq_ptr.dtype.element_ty), mask=kq_ok)
+        tl.store(kq_at + K, q.to(kq_ptr.dtype.element_ty), mask=kq_ok)
         row_scores_ptr = scores_ptr + ((b * HV + h[:, None]) * (2 * T) + 2 * t0 + row[None, :]) * WIDTH
         scores_ok = r_ok[:, None] & row_ok[None, :]
 
@@ -382,45 +392,56 @@ def _append_kernel(
             among[None, :, :] * _decay(between),
             mask=scores_ok[:, :, None] & seen_by[None, :, :],
         )
-        elapsed = tl.sum(g, axis=1)  # (R,)
+        # With those before them: what decays in between is split at their border, and both factors are at most 1.
+        since = tl.cumsum(g, axis=1)
+        by_row = _decay(tl.reshape(tl.join(since, since), (BLOCK_R, 2 * BLOCK_T))) * scale[None, :]
+        elapsed = tl.zeros((BLOCK_R,), tl.float32)
         if SLOTS <= BLOCK_J:
-            elapsed = _store_scores(row_scores_ptr, kq, scale, past, next_g, elapsed, now, j, before, scores_ok,
-                                    BLOCK_T)  # fmt: skip
+            elapsed = _store_scores(row_scores_ptr, kq, by_row, past, next_g, elapsed, place, scores_ok, BLOCK_T)
         else:
-            blocks = (before + BLOCK_J - 1) // BLOCK_J
-            for block in range(blocks):
-                place = (blocks - 1 - block) * BLOCK_J + j
+            for block in range((before + BLOCK_J - 1) // BLOCK_J):
+                place = before - 1 - block * BLOCK_J - j
                 past, next_g = _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K, SLOTS)
-                elapsed = _store_scores(row_scores_ptr, kq, scale, past, next_g, elapsed, now, place, before,
-                                        scores_ok, BLOCK_T)  # fmt: skip
-        elapsed += oldest_g
-        tl.store(row_scores_ptr + SLOTS, _decay(elapsed[:, None] - now) * scale[None, :], mask=scores_ok)
+                elapsed = _store_scores(row_scores_ptr, kq, by_row, past, next_g, elapsed, place, scores_ok, BLOCK_T)
+        tl.store(row_scores_ptr + SLOTS, _decay(elapsed + oldest_g)[:, None] * by_row, mask=scores_ok)
+
+
+@triton.jit
+def _row(x, token, i):
+    """Row i of (T, K) float32: (K,). (As integers: adding zeros to them is left out where a thread has all tokens.)"""
+    bits = tl.where((token == i)[:, None], x.to(tl.int32, bitcast=True), 0)
+    return tl.sum(bits, axis=0).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _past(place, before, first, c, c_ok, r_ok, k_row_ptr, row_g_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
-    """Keys (J, K) at some places below `before`, and g (R, J) of the places behind them; zeros elsewhere."""
-    used = place < before
+    """
+    Keys (J, K) at some places below `before`, and g (R, J) of the places behind them; zeros where these are not in
+    0 .. before-1.
+    """
+    used = place >= 0
     slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
     past = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & c_ok[None, :], other=0.0)
-    next_used = place + 1 < before
+    next_used = used & (place + 1 < before)
     next_slot = ring_slot(first, tl.where(next_used, place + 1, 0), SLOTS)
     next_g = tl.load(row_g_ptr + next_slot[None, :], mask=r_ok[:, None] & next_used[None, :], other=0.0)
     return past, next_g
 
 
 @triton.jit
-def _store_scores(row_scores_ptr, kq, scale, past, next_g, elapsed, now, place, before, scores_ok,
-                  BLOCK_T: tl.constexpr):  # fmt: skip
-    """Of the new tokens with the keys at some places; returns `elapsed` with the g behind these."""
+def _store_scores(row_scores_ptr, kq, by_row, past, next_g, elapsed, place, scores_ok, BLOCK_T: tl.constexpr):
+    """
+    Of the new tokens with the keys at some places, the newest first, times `by_row` (R, 2 T); returns `elapsed`, the
+    sum of g behind these places and before the new tokens, with the g of the next ones.
+    """
     wide_past = past.to(tl.float32)
     inverse = _inverse_length(tl.sum(wide_past * wide_past, axis=1))
-    products = _products(kq, wide_past, past, BLOCK_T) * scale[:, None] * inverse[None, :]  # (2 T, J)
-    exponent = (tl.cumsum(next_g, axis=1, reverse=True) + elapsed[:, None])[:, None, :] - now[:, :, None]
+    by_place = _decay(tl.cumsum(next_g, axis=1) + elapsed[:, None]) * inverse[None, :]  # (R, J)
+    products = _products(kq, wide_past, past, BLOCK_T)  # (2 T, J)
     tl.store(
         row_scores_ptr[:, :, None] + place[None, None, :],
-        products[None, :, :] * _decay(exponent),
-        mask=scores_ok[:, :, None] & (place < before)[None, None, :],
+        products[None, :, :] * (by_row[:, :, None] * by_place[:, None, :]),
+        mask=scores_ok[:, :, None] & (place >= 0)[None, None, :],
     )
     return elapsed + tl.sum(next_g, axis=1)
 
@@ -441,27 +462,17 @@ def _products(kq, wide_past, past, BLOCK_T: tl.constexpr):
 @triton.jit(do_not_specialize=["batch", "seed"])
 def _step_kernel(
     positions_ptr,
-    q_ptr,  # CONV: raw inputs; these as for _append_kernel, with FUSED
-    k_ptr,
-    v_ptr,  # (batch, 1, value head, V); unused with CONV
-    g_ptr,
+    v_ptr,  # (batch, 1, value head, V)
     beta_ptr,  # (batch, 1, value head)
-    ring_ptr,
-    weight_ptr,
-    conv_bias_ptr,
     k_buffer_ptr,
     u_buffer_ptr,
     g_buffer_ptr,
-    kq_ptr,  # what _append_kernel has found; without FUSED
+    kq_ptr,  # what _append_kernel has found
     scores_ptr,
-    keys_ptr,
     checkpoint_ptr,
     y_ptr,  # (batch, 1, value head, V)
     batch,
-    q_stride_b, q_stride_h,
-    k_stride_b, k_stride_h,
     v_stride_b, v_stride_h,
-    g_stride_b, g_stride_h,
     beta_stride_b, beta_stride_h,
     scale_ptr,  # (batch, value head, V), of a checkpoint of 8 bits; else None
     seed,  # of stochastic rounding; None: to the nearest
@@ -471,29 +482,22 @@ def _step_kernel(
     V: tl.constexpr,
     SLOTS: tl.constexpr,
     PER_CHANNEL: tl.constexpr,
-    FUSED: tl.constexpr,
-    CONV: tl.constexpr,
-    RING: tl.constexpr,
-    TAPS: tl.constexpr,
-    HAS_CONV_BIAS: tl.constexpr,
-    SILU: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     ROWS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-    STREAM: tl.constexpr,  # without FUSED: the state goes through shared memory, and not into registers at once
+    STREAM: tl.constexpr,  # the state goes through shared memory, and not into registers at once
     KEEP: tl.constexpr,  # without STREAM: a flush takes the state from the registers, and does not read it again
 ):  # fmt: skip
-    """
-    One token, one tile: BLOCK_V columns of the state of one head. With FUSED every program of a key head appends the
-    head's part of the new token, all of them the same: none waits for another.
-    """
+    """One token, one tile: BLOCK_V columns of the state of one head."""
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
     b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
     v_ok = v < V
     c = tl.arange(0, BLOCK_K)
+    if PER_CHANNEL:
+        c = tl.max_contiguous(c, 4)  # a warp has whole keys
     c_ok = c < K
     # The state first: what follows goes on while it is under way.
     head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
@@ -503,7 +507,6 @@ def _step_kernel(
     scale = load_scale(scale_ptr, b * HV + h, v, V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     is_new = count > 0
-    new_c_ok = c < tl.where(is_new, K, 0)
     new_v_ok = v < tl.where(is_new, V, 0)
     new_slot = ring_slot(first, tl.where(is_new, held, 0), SLOTS)
     seen_by = tl.where(is_new, held, 0)
@@ -512,154 +515,79 @@ def _step_kernel(
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
     beta = tl.load(beta_ptr + b * beta_stride_b + h * beta_stride_h).to(tl.float32)
-    if SLOTS <= BLOCK_J and not FUSED:
+    if SLOTS <= BLOCK_J:
         held_u = _buffered_u(j, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
     if WAITS:
         wait_for_previous()  # for kq, scores and v
-    if FUSED:
-        for_k = tl.zeros((BLOCK_V,), tl.float32)
-        for_q = tl.zeros((BLOCK_V,), tl.float32)
-        dtype = k_buffer_ptr.dtype.element_ty
-        if CONV:
-            CHANNELS: tl.constexpr = 2 * HK * K + HV * V
-            row_ring_ptr = ring_ptr + b * (RING * CHANNELS)
-            new_ptr = q_ptr + b * q_stride_b
-            seen = tl.load(positions_ptr + b)
-            q_channel = m * K + c
-            k_channel = q_channel + HK * K
-            v_channel = 2 * HK * K + h * V + v
-            t = tl.arange(0, 1)
-            raw_q = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, q_channel, c_ok,
-                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_K,
-            ).to(dtype), (BLOCK_K,))  # fmt: skip
-            raw_k = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, k_channel, c_ok,
-                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_K,
-            ).to(dtype), (BLOCK_K,))  # fmt: skip
-            new_v = tl.reshape(convolve(
-                new_ptr, 0, row_ring_ptr, weight_ptr, conv_bias_ptr, seen, count, t, v_channel, v_ok,
-                CHANNELS, RING, TAPS, HAS_CONV_BIAS, SILU, 1, BLOCK_V,
-            ).to(dtype), (BLOCK_V,))  # fmt: skip
-            # The slots that others read are those of the TAPS - 1 tokens before: RING >= TAPS keeps this one apart.
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, q_channel, c_ok, CHANNELS, RING, False)
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, k_channel, c_ok, CHANNELS, RING, False)
-            record(new_ptr, 0, row_ring_ptr, seen, count, t, v_channel, v_ok, CHANNELS, RING, False)
-        else:
-            raw_q = tl.load(q_ptr + b * q_stride_b + m * q_stride_h + c, mask=new_c_ok, other=0.0)
-            raw_k = tl.load(k_ptr + b * k_stride_b + m * k_stride_h + c, mask=new_c_ok, other=0.0)
-            new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=new_v_ok, other=0.0)
-        new_v = tl.where(new_v_ok, new_v.to(tl.float32), 0.0)
-        k = tl.where(new_c_ok, raw_k.to(tl.float32), 0.0)
-        q = tl.where(new_c_ok, raw_q.to(tl.float32), 0.0)
-        tl.store(k_row_ptr + new_slot * K + c, raw_k, mask=new_c_ok)
-        new_g_ptr = g_ptr + b * g_stride_b + h * g_stride_h
-        if PER_CHANNEL:
-            g = tl.load(new_g_ptr + c, mask=new_c_ok, other=0.0).to(tl.float32)
-            tl.store(g_row_ptr + new_slot * K + c, g, mask=new_c_ok)
-            elapsed = tl.zeros((BLOCK_K,), tl.float32)
-        else:
-            g = tl.load(new_g_ptr, mask=is_new, other=0.0).to(tl.float32)
-            tl.store(g_row_ptr + new_slot, g, mask=is_new)
-            elapsed = tl.zeros((), tl.float32)
-        k *= _inverse_length(tl.sum(k * k, axis=0))
-        q *= _inverse_length(tl.sum(q * q, axis=0)) * K**-0.5
-        own = tl.sum(k * q, axis=0)
-        blocks = (held + BLOCK_J - 1) // BLOCK_J if SLOTS > BLOCK_J else 1
-        for block in range(blocks):  # from the newest to the oldest, since a token decays with those behind it
-            place = (blocks - 1 - block) * BLOCK_J + j
-            u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
-            by_k, by_q, elapsed, _, _ = _scores(place, held, first, elapsed, g, k, q, c, k_row_ptr, g_row_ptr, K, SLOTS,
-                                                PER_CHANNEL)  # fmt: skip
-            for_k += tl.sum(by_k[:, None] * u, axis=0)
-            for_q += tl.sum(by_q[:, None] * u, axis=0)
-        decay = _decay(_total(elapsed, held, first, g, c, g_row_ptr, K, PER_CHANNEL))
+    # (Loads that need not wait for the row's positions. What a row without a new token gets nobody reads.)
+    new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=v_ok, other=0.0).to(tl.float32)
+    row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
+    row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K)
+    k_scale = tl.load(row_scores_ptr + SLOTS)
+    q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1)
+    own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
+    if SLOTS <= BLOCK_J:
+        by_k = tl.load(row_scores_ptr + j, mask=j < seen_by, other=0.0)
+        by_q = tl.load(row_scores_ptr + SLOTS + 1 + j, mask=j < seen_by, other=0.0)
+    if STREAM:
+        # All pieces are under way, into shared memory, before the first is used. Their rows are added to ROWS rows
+        # first, and lanes behind the loop.
+        k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
+        for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
+            n = piece * ROWS + tl.arange(0, ROWS)
+            at = head_state_ptr + n[:, None] * V + v[None, :]
+            ok = (n < K)[:, None] & v_ok[None, :]
+            part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT)
+            part = as_float32(part)
+            k = tl.load(row_kq_ptr + n, mask=n < K, other=0.0).to(tl.float32)
+            q = tl.load(row_kq_ptr + K + n, mask=n < K, other=0.0).to(tl.float32)
+            k_rows += part * k[:, None]
+            q_rows += part * q[:, None]
+        for_k, for_q = _sum_rows(k_rows, q_rows)
+    else:
+        k = tl.load(row_kq_ptr + c, mask=c_ok, other=0.0).to(tl.float32)
+        q = tl.load(row_kq_ptr + K + c, mask=c_ok, other=0.0).to(tl.float32)
         wide = as_float32(state)
-        more_k, more_q = _sum_rows(wide * (k * decay)[:, None], wide * (q * decay)[:, None])
-        if scale_ptr is not None:
-            more_k *= scale
-            more_q *= scale
+        for_k, for_q = _sum_rows(wide * k[:, None], wide * q[:, None])
+    for_k *= k_scale
+    for_q *= q_scale
+    if scale_ptr is not None:
+        for_k *= scale
+        for_q *= scale
+    if SLOTS <= BLOCK_J:
+        more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
         for_k += more_k
         for_q += more_q
     else:
-        # (Loads that need not wait for the row's positions. What a row without a new token gets nobody reads.)
-        new_v = tl.load(v_ptr + b * v_stride_b + h * v_stride_h + v, mask=v_ok, other=0.0).to(tl.float32)
-        row_scores_ptr = scores_ptr + (b * HV + h) * (2 * (SLOTS + 1))
-        row_kq_ptr = kq_ptr + (b * HV + h if PER_CHANNEL else b * HK + m) * (2 * K)
-        k_scale = tl.load(row_scores_ptr + SLOTS)
-        q_scale = tl.load(row_scores_ptr + 2 * SLOTS + 1)
-        own = tl.load(row_scores_ptr + SLOTS + 1 + held, mask=is_new, other=0.0)
-        if SLOTS <= BLOCK_J:
-            by_k = tl.load(row_scores_ptr + j, mask=j < seen_by, other=0.0)
-            by_q = tl.load(row_scores_ptr + SLOTS + 1 + j, mask=j < seen_by, other=0.0)
-        if STREAM:
-            # All pieces are under way, into shared memory, before the first is used. Their rows are added to ROWS rows
-            # first, and lanes behind the loop.
-            k_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
-            q_rows = tl.zeros((ROWS, BLOCK_V), tl.float32)
-            for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
-                n = piece * ROWS + tl.arange(0, ROWS)
-                at = head_state_ptr + n[:, None] * V + v[None, :]
-                ok = (n < K)[:, None] & v_ok[None, :]
-                part = tl.load(at, mask=ok, other=0.0, eviction_policy=EVICT)
-                part = as_float32(part)
-                k = tl.load(row_kq_ptr + n, mask=n < K, other=0.0).to(tl.float32)
-                q = tl.load(row_kq_ptr + K + n, mask=n < K, other=0.0).to(tl.float32)
-                k_rows += part * k[:, None]
-                q_rows += part * q[:, None]
-            for_k, for_q = _sum_rows(k_rows, q_rows)
-        else:
-            k = tl.load(row_kq_ptr + c, mask=c_ok, other=0.0).to(tl.float32)
-            q = tl.load(row_kq_ptr + K + c, mask=c_ok, other=0.0).to(tl.float32)
-            wide = as_float32(state)
-            for_k, for_q = _sum_rows(wide * k[:, None], wide * q[:, None])
-        for_k *= k_scale
-        for_q *= q_scale
-        if scale_ptr is not None:
-            for_k *= scale
-            for_q *= scale
-        if SLOTS <= BLOCK_J:
+        for block in range((seen_by + BLOCK_J - 1) // BLOCK_J):
+            place = block * BLOCK_J + j
+            held_u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
+            by_k = tl.load(row_scores_ptr + place, mask=place < seen_by, other=0.0)
+            by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < seen_by, other=0.0)
             more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
             for_k += more_k
             for_q += more_q
-        else:
-            for block in range((seen_by + BLOCK_J - 1) // BLOCK_J):
-                place = block * BLOCK_J + j
-                held_u = _buffered_u(place, seen_by, first, u_row_ptr, v_ok, V, SLOTS)
-                by_k = tl.load(row_scores_ptr + place, mask=place < seen_by, other=0.0)
-                by_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < seen_by, other=0.0)
-                more_k, more_q = _sum_rows(held_u * by_k[:, None], held_u * by_q[:, None])
-                for_k += more_k
-                for_q += more_q
     u = beta * (new_v - for_k)
     tl.store(u_row_ptr + new_slot * V, u, mask=new_v_ok)
     tl.store(y_ptr + (b * HV + h) * V + v, (for_q + own * u).to(y_ptr.dtype.element_ty), mask=v_ok)
     if fold > 0:
         tl.debug_barrier()  # the token that was just appended may be folded, too
         first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
-        if PER_CHANNEL and not FUSED:
-            if fold == held + 1:
-                row_keys_ptr = keys_ptr + (b * HV + h) * ((SLOTS + 1) * K)
-                if KEEP:
-                    whole = _folded_keys(state, c, fold, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V,
-                                         SLOTS, BLOCK_V, BLOCK_J, BLOCK_K)  # fmt: skip
-                    _store_columns(head_state_ptr, whole, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key,
-                                   K, V)  # fmt: skip
-                else:
-                    _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale,
-                          scale_ptr, b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V,
-                          BLOCK_K, BLOCK_J, ROWS, row_keys_ptr)  # fmt: skip
-                fold = tl.minimum(fold, 0)  # done
-        if KEEP and not PER_CHANNEL:
-            folded_u, weight, passed = _weighted_u(j, fold if SLOTS <= BLOCK_J else 0, first, tl.zeros((), tl.float32),
-                                                   v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL,
-                                                   BLOCK_K)  # fmt: skip
-            folded = _folded(state, c, fold, first, folded_u, weight, passed, v_ok, scale, scale_ptr, k_row_ptr,
-                             u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
-                             BLOCK_K)  # fmt: skip
+        if KEEP:
+            if PER_CHANNEL:
+                folded = _folded_in_registers(_scaled(state, scale, scale_ptr), c, fold, first, v_ok, k_row_ptr,
+                                              u_row_ptr, g_row_ptr, K, V, SLOTS)  # fmt: skip
+            else:
+                folded_u, weight, passed = _weighted_u(fold - 1 - j, fold if SLOTS <= BLOCK_J else 0, first,
+                                                       tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr,
+                                                       K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
+                folded = _folded(state, c, fold, first, folded_u, weight, passed, v_ok, scale, scale_ptr, k_row_ptr,
+                                 u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
+                                 BLOCK_K)  # fmt: skip
             _store_columns(head_state_ptr, folded, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key,
                            K, V)  # fmt: skip
-        elif fold > 0:
+        else:
             _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
                   b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
                   ROWS)  # fmt: skip
@@ -700,26 +628,6 @@ def _store_columns(
 
 
 @triton.jit
-def _folded_keys(state, c, fold, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K: tl.constexpr,
-                 V: tl.constexpr, SLOTS: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_J: tl.constexpr,
-                 ROWS: tl.constexpr):  # fmt: skip
-    """
-    Rows c (ROWS,) of a state after all places, `fold` of them, whose keys `_append_kernel` has left as they decay up to
-    the newest, and in the last row what the state decays by.
-    """
-    j = tl.arange(0, BLOCK_J)
-    inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
-    for block in tl.static_range((SLOTS + BLOCK_J - 1) // BLOCK_J):
-        place = block * BLOCK_J + j
-        u = _buffered_u(place, fold, first, u_row_ptr, v_ok, V, SLOTS)
-        at = row_keys_ptr + place[None, :] * K + c[:, None]
-        keys = tl.load(at, mask=(place < fold)[None, :] & (c < K)[:, None], other=0.0)
-        inputs = _dot(keys, u, inputs)
-    decay = tl.load(row_keys_ptr + SLOTS * K + c, mask=c < K, other=0.0)
-    return decay[:, None] * _scaled(state, scale, scale_ptr) + inputs
-
-
-@triton.jit
 def _add_both(a, b, c, d):
     return a + c, b + d
 
@@ -732,8 +640,8 @@ def _sum_rows(a, b):
 
 @triton.jit
 def _buffered_u(place, end, first, u_row_ptr, v_ok, V: tl.constexpr, SLOTS: tl.constexpr):
-    """u (J, BLOCK_V) at some places below `end`; zeros from there on."""
-    used = place < end
+    """u (J, BLOCK_V) at some places, zeros where these are not in 0 .. end-1."""
+    used = (place >= 0) & (place < end)
     slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
     return tl.load(u_row_ptr[None, :] + slot[:, None] * V, mask=used[:, None] & v_ok[None, :], other=0.0)
 
@@ -763,7 +671,6 @@ def _fold(
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     ROWS: tl.constexpr,
-    row_keys_ptr=None,  # (SLOTS + 1, K) of the value head, where `_append_kernel` has left keys for all `count` places
 ):
     """
     Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time; the next are
@@ -773,11 +680,10 @@ def _fold(
     PIECES: tl.constexpr = (K + ROWS - 1) // ROWS
     TURNS: tl.constexpr = 2 if out_ptr.dtype.element_ty.primitive_bitwidth == 8 else 1
     v_ok = v < V
-    if row_keys_ptr is None:
-        # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
-        u, weight, elapsed = _weighted_u(tl.arange(0, BLOCK_J), count if SLOTS <= BLOCK_J else 0, first,
-                                         tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
-                                         PER_CHANNEL, BLOCK_K)  # fmt: skip
+    # Where BLOCK_J spans the buffer, u and what its tokens decay by are the same for all rows.
+    u, weight, elapsed = _weighted_u(count - 1 - tl.arange(0, BLOCK_J), count if SLOTS <= BLOCK_J else 0, first,
+                                     tl.zeros((), tl.float32), v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K, V, SLOTS,
+                                     PER_CHANNEL, BLOCK_K)  # fmt: skip
     inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
     for turn in tl.static_range(TURNS):
         greatest = tl.zeros((BLOCK_V,), tl.int32)
@@ -785,13 +691,8 @@ def _fold(
             c = piece * ROWS + tl.arange(0, ROWS)
             ok = (c < K)[:, None] & v_ok[None, :]
             state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
-            if row_keys_ptr is None:
-                folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr,
-                                 u_row_ptr, g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
-                                 ROWS)  # fmt: skip
-            else:
-                folded = _folded_keys(state, c, count, first, v_ok, scale, scale_ptr, row_keys_ptr, u_row_ptr, K, V,
-                                      SLOTS, BLOCK_V, BLOCK_J, ROWS)  # fmt: skip
+            folded = _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, k_row_ptr, u_row_ptr,
+                             g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS)  # fmt: skip
             if turn + 1 < TURNS:
                 greatest = tl.maximum(greatest, tl.max(absolute_bits(folded), axis=0))
             else:
@@ -812,14 +713,14 @@ def _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, 
     inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
     time = tl.zeros((ROWS,), tl.float32)
     if SLOTS <= BLOCK_J:
-        inputs, time = _add_inputs(inputs, time, j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K, SLOTS,
-                                   PER_CHANNEL)  # fmt: skip
+        inputs, time = _add_inputs(inputs, time, count - 1 - j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K,
+                                   SLOTS, PER_CHANNEL)  # fmt: skip
         passed = elapsed
     else:
         passed = tl.zeros((), tl.float32)
         blocks = (count + BLOCK_J - 1) // BLOCK_J
         for block in range(blocks):
-            place = (blocks - 1 - block) * BLOCK_J + j
+            place = count - 1 - block * BLOCK_J - j
             block_u, block_weight, passed = _weighted_u(place, count, first, passed, v_ok, k_row_ptr, u_row_ptr,
                                                         g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
             inputs, time = _add_inputs(inputs, time, place, count, first, c, block_u, block_weight, k_row_ptr,
@@ -837,13 +738,14 @@ def _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, 
 def _weighted_u(place, count, first, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K: tl.constexpr, V: tl.constexpr,
                 SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """
-    u (J, BLOCK_V) at some places below `count`, zeros from there on; what it is to be multiplied by (J,): the inverse
-    length of its key, with one decay for all channels that too; and `elapsed` with the g of the places behind these.
+    u (J, BLOCK_V) at some places, the newest first, zeros where there is none; what it is to be multiplied by (J,): the
+    inverse length of its key, with one decay for all channels that too; and `elapsed` with the g of the places behind
+    these.
     """
     _, weight = _keys(place, count, first, tl.arange(0, BLOCK_K), k_row_ptr, K, SLOTS)
     if not PER_CHANNEL:
         behind = _next_g(place, count, first, g_row_ptr, SLOTS)
-        weight *= _decay(tl.cumsum(behind, axis=0, reverse=True) + elapsed)
+        weight *= _decay(tl.cumsum(behind, axis=0) + elapsed)
         elapsed += tl.sum(behind, axis=0)
     return _buffered_u(place, count, first, u_row_ptr, v_ok, V, SLOTS), weight, elapsed
 
@@ -852,18 +754,48 @@ def _weighted_u(place, count, first, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_
 def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K: tl.constexpr,
                 SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr):  # fmt: skip
     """`inputs` (ROWS, BLOCK_V) and, for KDA, `time` (ROWS,) with the tokens at some places: rows c of k u^T."""
-    used = place < count
+    used = (place >= 0) & (place < count)
     slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
     k = tl.load(k_row_ptr + slot[None, :] * K + c[:, None], mask=used[None, :] & (c < K)[:, None], other=0.0)
     weighted = u * weight[:, None]
     if PER_CHANNEL:
         behind = tl.trans(_next_g_channels(place, count, first, c, g_row_ptr, K, SLOTS))  # (ROWS, J)
-        decayed = k.to(tl.float32) * _decay(tl.cumsum(behind, axis=1, reverse=True) + time[:, None])
+        decayed = k.to(tl.float32) * _decay(tl.cumsum(behind, axis=1) + time[:, None])
         inputs = _dot(decayed, weighted, inputs)
         time += tl.sum(behind, axis=1)
     else:
         inputs = _dot(k, weighted, inputs)
     return inputs, time
+
+
+@triton.jit
+def _folded_in_registers(state, c, count, first, v_ok, k_row_ptr, u_row_ptr, g_row_ptr, K: tl.constexpr,
+                         V: tl.constexpr, SLOTS: tl.constexpr):  # fmt: skip
+    """
+    KDA: a state (BLOCK_K, BLOCK_V) float32 after the `count` oldest places of the buffer. Token after token is added
+    where the numbers are: a product of matrices would want as many registers again, and terms of the decayed keys.
+    """
+    c_ok = c < K
+    total = tl.zeros(c.shape, tl.float32)
+    for place in range(count):
+        total += tl.load(g_row_ptr + ring_slot(first, place, SLOTS) * K + c, mask=c_ok, other=0.0)
+    state *= _decay(total)[:, None]
+    back = tl.arange(0, 8)  # from the newest to the oldest
+    elapsed = tl.zeros(c.shape, tl.float32)
+    for block in range((count + 7) // 8):
+        newest = count - 1 - 8 * block
+        keys, inverse = _keys(newest - back, count, first, c, k_row_ptr, K, SLOTS)
+        behind = _next_g_channels(newest - back, count, first, c, g_row_ptr, K, SLOTS)
+        keys *= inverse[:, None] * _decay(tl.cumsum(behind, axis=0) + elapsed[None, :])
+        elapsed += tl.sum(behind, axis=0)
+        us = ()
+        for i in tl.static_range(8):
+            slot = ring_slot(first, tl.maximum(newest - i, 0), SLOTS)
+            us = us + (tl.load(u_row_ptr + slot * V, mask=v_ok, other=0.0),)
+        for i in tl.static_range(8):
+            if newest >= i:
+                state += _row(keys, back, i)[:, None] * us[i][None, :]
+    return state
 
 
 @triton.jit(do_not_specialize=["batch", "T", "t0", "seed"])
@@ -984,6 +916,140 @@ def _window_kernel(
             _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
                   b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
                   ROWS)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["batch", "T", "seed"])
+def _short_window_kernel(
+    positions_ptr,
+    v_ptr,  # (batch, T, value head, V)
+    beta_ptr,  # (batch, T, value head)
+    k_buffer_ptr,
+    u_buffer_ptr,
+    g_buffer_ptr,
+    kq_ptr,  # what _append_kernel has found
+    scores_ptr,
+    checkpoint_ptr,
+    y_ptr,  # (batch, T, value head, V)
+    batch,
+    v_stride_b, v_stride_t, v_stride_h,
+    beta_stride_b, beta_stride_t, beta_stride_h,
+    T,
+    scale_ptr,
+    seed,
+    HK: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    EVICT: tl.constexpr,
+    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+):  # fmt: skip
+    """
+    KDA, a window of few tokens, one tile: BLOCK_V columns of the state of one head, in registers, where a flush finds
+    them. The tokens are multiplied by it one after the other: six products of terms of 16 bits, which matrix units want
+    of decayed keys and a float32 state, take longer.
+    """
+    b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
+    v_ok = v < V
+    c = tl.max_contiguous(tl.arange(0, BLOCK_K), 4)  # a warp has whole keys
+    # The state first: what follows, and the launch before, go on while it is under way.
+    head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
+    at = head_state_ptr + c[:, None] * V + v[None, :]
+    state = tl.load(at, mask=(c < K)[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
+    scale = load_scale(scale_ptr, b * HV + h, v, V)
+    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    j = tl.arange(0, BLOCK_J)
+    k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
+    u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
+    g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * K)
+    if SLOTS <= BLOCK_J:
+        held_u = _buffered_u(j, held, first, u_row_ptr, v_ok, V, SLOTS)
+    token = tl.arange(0, BLOCK_T)
+    head_kq_ptr = kq_ptr + (b * HV + h) * (2 * T * K)
+    head_scores_ptr = scores_ptr + (b * HV + h) * (2 * T * (SLOTS + 1))
+    head_v_ptr = v_ptr + b * v_stride_b + h * v_stride_h + v
+    head_beta_ptr = beta_ptr + b * beta_stride_b + h * beta_stride_h
+    y_at = y_ptr + (b * (T * HV) + h) * V + v
+    if WAITS:
+        wait_for_previous()  # for kq, scores and v
+    wide = as_float32(state)
+    us = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
+    k, q, old_k, old_q, new_k, new_q, own = _found(0, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS)
+    u = tl.load(head_v_ptr, mask=v_ok, other=0.0)
+    beta = tl.load(head_beta_ptr)
+    for t in range(count):
+        # What the next token needs is under way while this one is multiplied.
+        later = tl.minimum(t + 1, count - 1)
+        next_k, next_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own = _found(
+            later, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS
+        )
+        next_u = tl.load(head_v_ptr + later * v_stride_t, mask=v_ok, other=0.0)
+        next_beta = tl.load(head_beta_ptr + later * beta_stride_t)
+
+        for_k = _sum_far_rows(wide * k[:, None])
+        for_q = _sum_far_rows(wide * q[:, None])
+        if scale_ptr is not None:
+            for_k *= scale[None, :]
+            for_q *= scale[None, :]
+        if SLOTS <= BLOCK_J:
+            for_k += _sum_far_rows(held_u * old_k[:, None])
+            for_q += _sum_far_rows(held_u * old_q[:, None])
+        else:
+            row_scores_ptr = head_scores_ptr + 2 * t * (SLOTS + 1)
+            for block in range((held + BLOCK_J - 1) // BLOCK_J):
+                place = block * BLOCK_J + j
+                some_u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
+                some_k = tl.load(row_scores_ptr + place, mask=place < held, other=0.0)
+                some_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < held, other=0.0)
+                for_k += _sum_far_rows(some_u * some_k[:, None])
+                for_q += _sum_far_rows(some_u * some_q[:, None])
+        for_k += _sum_far_rows(us * new_k[:, None])
+        for_q += _sum_far_rows(us * new_q[:, None])
+        for_k, for_q = _sum_rows(for_k, for_q)
+        u = beta.to(tl.float32) * (u.to(tl.float32) - for_k)
+        y = for_q + own * u
+        us = tl.where((token == t)[:, None], u[None, :], us)
+        tl.store(u_row_ptr + ring_slot(first, held + t, SLOTS) * V, u, mask=v_ok)
+        tl.store(y_at + t * (HV * V), y.to(y_ptr.dtype.element_ty), mask=v_ok)
+        k, q, old_k, old_q, new_k, new_q, own = next_k, next_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own
+        u, beta = next_u, next_beta
+    if fold > 0:
+        tl.debug_barrier()  # tokens of this window may be folded, too
+        first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
+        folded = _folded_in_registers(_scaled(state, scale, scale_ptr), c, fold, first, v_ok, k_row_ptr, u_row_ptr,
+                                      g_row_ptr, K, V, SLOTS)  # fmt: skip
+        _store_columns(head_state_ptr, folded, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key, K,
+                       V)  # fmt: skip
+
+
+@triton.jit
+def _found(t, held, c, j, token, head_kq_ptr, head_scores_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
+    """
+    What `_append_kernel` has found for new token t, each time for k and for q: what to multiply the state by
+    (BLOCK_K,), and scores with the places held (J,), if they are one block, and the new ones before it (T,); and the
+    score of q with the token itself.
+    """
+    WIDTH: tl.constexpr = SLOTS + 1
+    k_at = head_kq_ptr + 2 * t * K + c
+    row_ptr = head_scores_ptr + 2 * t * WIDTH
+    k, q = tl.load(k_at, mask=c < K, other=0.0), tl.load(k_at + K, mask=c < K, other=0.0)
+    old_k = tl.load(row_ptr + j, mask=j < held, other=0.0)
+    old_q = tl.load(row_ptr + WIDTH + j, mask=j < held, other=0.0)
+    new_ptr = row_ptr + held + token
+    new_k = tl.load(new_ptr, mask=token < t, other=0.0)
+    new_q = tl.load(new_ptr + WIDTH, mask=token < t, other=0.0)
+    own = tl.load(row_ptr + WIDTH + held + t)
+    return k, q, old_k, old_q, new_k, new_q, own
+
+
+@triton.jit
+def _sum_far_rows(x):
+    """(R, V) -> (4, V): sums of every fourth row, which are a thread's own where a warp has 4 rows."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4, x.shape[1])), axis=0)
 
 
 @triton.jit(do_not_specialize=["batch", "seed"])

@@ -16,7 +16,7 @@ import torch
 
 from ._configs import Config, Tile, fit
 from ._conv import PIECE, Convolution, check_conv
-from ._gated_delta_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
+from ._gated_delta_kernels import _append_kernel, _fold_kernel, _short_window_kernel, _step_kernel, _window_kernel
 from ._launch import (
     as_int32,
     cdiv,
@@ -48,7 +48,6 @@ def gated_delta_step(
     checkpoint: torch.Tensor,
     *,
     out_dtype: torch.dtype | None = None,
-    fused: bool | None = None,
     scale: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
@@ -66,7 +65,6 @@ def gated_delta_step(
         checkpoint (b, h, k, v): contiguous, float32, bfloat16, float16, or with `scale` int8 or float8_e4m3fn; rows
             with FOLD > 0 are written.
         out_dtype: of the result; that of `v` by default.
-        fused: one launch (possible for t = 1) or two; None lets the configuration choose.
         scale (b, h, 1, v): contiguous, float32: what each column of a checkpoint of 8 bits is times. Written with it.
         seed: of stochastic rounding of what is written to the checkpoint, an integer below 2^32; None: to nearest.
 
@@ -86,9 +84,8 @@ def gated_delta_step(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_same_dtype(name, tensor, k_buffer, "k_buffer")
     _check_gates(g, beta, tokens, g_buffer, checkpoint)
-    check_options(tokens, out_dtype, fused)
-    return _step_op(positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed, out_dtype,
-                    fused)  # fmt: skip
+    check_options(tokens, out_dtype)
+    return _step_op(positions, q, k, v, g, beta, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed, out_dtype)
 
 
 def gated_delta_decode(
@@ -106,7 +103,6 @@ def gated_delta_decode(
     *,
     activation: str | None = "silu",
     out_dtype: torch.dtype | None = None,
-    fused: bool | None = None,
     scale: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> torch.Tensor:
@@ -130,9 +126,9 @@ def gated_delta_decode(
     tokens = qkv.shape[1]
     silu = check_conv(qkv, conv_inputs, conv_weight, conv_bias, activation)
     _check_gates(g, beta, tokens, g_buffer, checkpoint)
-    check_options(tokens, out_dtype, fused)
+    check_options(tokens, out_dtype)
     return _decode_op(positions, qkv, g, beta, conv_inputs, conv_weight, conv_bias, k_buffer, u_buffer, g_buffer,
-                      checkpoint, silu, scale, seed, out_dtype, fused)  # fmt: skip
+                      checkpoint, silu, scale, seed, out_dtype)  # fmt: skip
 
 
 def gated_delta_fold(
@@ -182,40 +178,32 @@ def _check_gates(g, beta, tokens, g_buffer, checkpoint) -> None:
 
 
 # How the kernels are launched. Of a `Tile` block_p are columns of the state (of V) and `columns` rows of it (of K) at a
-# time; `state` "stream" is for two launches, and with "keep" a flush does not read the state again.
+# time; with `state` "keep" a flush does not read the state again.
 
 OVERRIDE: Config | None = None  # for tuning
-FUSED_BELOW = 256  # heads of the whole batch
+SHORT = 8  # tokens of a window of KDA that are multiplied by the state one after the other, at most
 
 
 @functools.cache
-def _config(
-    heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool, overlaps: bool, scaled: bool
-) -> Config:
-    """
-    `heads`: of the whole batch. (From `benchmark_gated_delta.py --tune` on an H200: the scores once for each key head
-    are worth a launch of their own, if the next one need not wait for its end, or if there is work enough.)
-    """
+def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool, scaled: bool) -> Config:
+    """`heads`: of the whole batch. (From `benchmark_gated_delta.py --tune` on an H200.)"""
     small = heads < 16384  # else nothing is gained by an early start
-    fused = tokens == 1 and heads < FUSED_BELOW and not overlaps
     append_warps = 2 if heads < 1024 else 1
-    if tokens > 1:
-        if per_channel:
-            tile = Tile(64, 4, 32, slots=32)
-        else:
-            tile = Tile(32, 1, 32, slots=32) if heads < 1024 else Tile(64, 2, 32, slots=32)
+    evict = "evict_first" if heads < (2048 if per_channel else 16384) else ""
+    if tokens > 1 and per_channel:
+        tile = Tile(32, 1, 32, evict, slots=32) if tokens <= SHORT else Tile(64, 4, 32, slots=32)
+    elif tokens > 1:
+        tile = Tile(32, 1, 32, slots=32) if heads < 1024 else Tile(64, 2, 32, slots=32)
         append_warps = 4 if heads < 1024 else 2
-    elif fused:
-        tile = Tile(32, 4, 32)
     elif per_channel:
-        tile = Tile(32, 1, 32, "evict_first" if heads < 2048 else "")
+        tile = Tile(32, 1, 32, evict, state="keep")
+    elif heads < 2048:
+        tile = Tile(32, 1, 32, evict)
     else:
         # (A state of 8 bits is cheap to read again; kept, it would be spilled as the float32 numbers that it becomes.)
-        state = "again" if scaled else "keep"
-        tile = Tile(32, 2, 32, "evict_first" if heads < 16384 else "", state=state, registers=128)
+        tile = Tile(32, 2, 32, evict, state="again" if scaled else "keep", registers=128)
     return Config(
         fit(tile, value_dim, key_dim, tuned_for=128),
-        fused=fused,
         overlap=small or per_channel,
         append_warps=append_warps,
     )
@@ -249,11 +237,10 @@ def _step(
     scale: torch.Tensor | None,
     seed: int | None,
     out_dtype: torch.dtype | None,
-    fused: bool | None,
 ) -> torch.Tensor:
     y = v.new_empty(v.shape, dtype=out_dtype or v.dtype)
     _launch(positions, rows_contiguous(q), rows_contiguous(k), rows_contiguous(v), g, beta, None, k_buffer, u_buffer,
-            g_buffer, checkpoint, scale, seed, y, fused)  # fmt: skip
+            g_buffer, checkpoint, scale, seed, y)  # fmt: skip
     return y
 
 
@@ -273,16 +260,15 @@ def _decode(
     scale: torch.Tensor | None,
     seed: int | None,
     out_dtype: torch.dtype | None,
-    fused: bool | None,
 ) -> torch.Tensor:
     y = qkv.new_empty((*qkv.shape[:2], u_buffer.shape[1], u_buffer.shape[3]), dtype=out_dtype or qkv.dtype)
     conv = Convolution.of(conv_inputs, conv_weight, conv_bias, silu)
     _launch(positions, rows_contiguous(qkv), None, None, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, scale,
-            seed, y, fused)  # fmt: skip
+            seed, y)  # fmt: skip
     return y
 
 
-def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed, y, fused) -> None:
+def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, checkpoint, scale, seed, y) -> None:
     """One call of step (`q`, `k`, `v` given) or of decode (`conv` given; `q` holds the raw inputs)."""
     if y.numel() == 0:
         return
@@ -291,11 +277,8 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     per_channel = g_buffer.dim() == 4
     if per_channel:
         g = rows_contiguous(g)
-    config = OVERRIDE or _config(
-        batch * heads, key_dim, value_dim, tokens, per_channel, can_overlap(y.device), scale is not None
-    )
-    fused = tokens == 1 and (config.fused if fused is None else fused)
-    if conv and not fused:
+    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens, per_channel, scale is not None)
+    if conv:
         v = q.new_empty((batch, tokens, heads, value_dim))  # behind the convolution
     ring, taps = (conv.ring.shape[1], conv.weight.shape[1]) if conv else (1, 1)
     storage = scale, as_int32(seed)
@@ -317,19 +300,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     tiles = (batch * heads * cdiv(value_dim, config.tile.block_p),)
     k, v = unused if k is None else k, unused if v is None else v
 
-    def step(kq, scores, keys, with_conv, overlaps):
-        _step_kernel[tiles](
-            positions, q, k, v, g, beta, *conv_tensors, k_buffer, u_buffer, g_buffer, kq, scores, keys, checkpoint, y,
-            batch, *q_strides[::2], *k_strides[::2], *v_strides[::2], *g_strides[::2], *beta_strides[::2], *storage,
-            *sizes, fused, with_conv, ring, taps, has_bias, silu, *how, config.tile.evict, overlaps,
-            config.tile.state == "stream" and not fused, config.tile.state == "keep",
-            **launch_options(config.tile, y.device, overlaps),
-        )  # fmt: skip
-
     with on_device_of(checkpoint):
-        if fused:
-            step(unused, unused, unused, conv is not None, False)
-            return
         overlaps = config.overlap and can_overlap(checkpoint.device)
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
         # (With a convolution a program holds all its taps: 2048 channels of 8 tokens would not fit into registers.)
@@ -337,22 +308,30 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
         kq_shape = (batch, heads if per_channel else key_heads, 2 * tokens, key_dim)
         kq = q.new_empty(kq_shape, dtype=torch.float32 if per_channel else q.dtype)
         scores = torch.empty((batch, heads, 2 * tokens, slots + 1), dtype=torch.float32, device=y.device)
-        keys = unused
-        if per_channel and tokens == 1:  # written, and read, by rows that fold all their tokens
-            keys = torch.empty((batch, heads, slots + 1, key_dim), dtype=torch.float32, device=y.device)
         # (With a decay of each channel all sums over tokens are within a thread, if a warp has whole rows.)
         block_j = 4 if per_channel and tokens == 1 else 16
         append_warps = 1 if per_channel else config.append_warps
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
             _append_kernel[grid](
-                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, keys, batch, *q_strides,
+                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides,
                 *k_strides, *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
                 ring < taps - 1 + tokens, block_t, block_k, block_j, next_power_of_2(heads // key_heads), block_c,
                 overlaps, num_warps=append_warps,
             )  # fmt: skip
             if tokens == 1:
-                step(kq, scores, keys, False, overlaps)
+                _step_kernel[tiles](
+                    positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides[::2],
+                    *beta_strides[::2], *storage, *sizes, *how, config.tile.evict, overlaps,
+                    config.tile.state == "stream", config.tile.state == "keep",
+                    **launch_options(config.tile, y.device, overlaps),
+                )  # fmt: skip
+            elif per_channel and tokens <= SHORT:
+                _short_window_kernel[tiles](
+                    positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
+                    *beta_strides, tokens, *storage, *sizes[:-1], block_t, *how[:3], config.tile.evict, overlaps,
+                    **launch_options(config.tile, y.device, overlaps),
+                )  # fmt: skip
             else:
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
@@ -408,14 +387,14 @@ _step_op = define(
     "gated_delta_step",
     _step,
     mutates=("k_buffer", "u_buffer", "g_buffer", "checkpoint", "scale"),
-    fake=lambda positions, q, k, v, *args: v.new_empty(v.shape, dtype=args[-2] or v.dtype),
+    fake=lambda positions, q, k, v, *args: v.new_empty(v.shape, dtype=args[-1] or v.dtype),
 )
 _decode_op = define(
     "gated_delta_decode",
     _decode,
     mutates=("conv_inputs", "k_buffer", "u_buffer", "g_buffer", "checkpoint", "scale"),
     fake=lambda positions, qkv, g, beta, conv_inputs, weight, bias, k_buffer, u_buffer, *args: qkv.new_empty(
-        (*qkv.shape[:2], u_buffer.shape[1], u_buffer.shape[3]), dtype=args[-2] or qkv.dtype
+        (*qkv.shape[:2], u_buffer.shape[1], u_buffer.shape[3]), dtype=args[-1] or qkv.dtype
     ),
 )
 _fold_op = define(
