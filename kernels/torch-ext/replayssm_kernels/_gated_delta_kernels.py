@@ -51,7 +51,7 @@ EPS = tl.constexpr(1e-6)
 @triton.jit
 def _inverse_length(squares):
     """Of a vector with this sum of squares. (The units give 22 bits, a step of Newton's method the rest.)"""
-    squares += EPS
+    squares = tl.minimum(squares + EPS, 3e38)  # (of an infinite sum the step would make NaN, not 0)
     inverse = tl.rsqrt(squares)
     return inverse * (1.5 - (0.5 * squares * inverse) * inverse)
 
