@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
+from typing import IO
 
 
 def launch(source: str, *arguments: object, count: int = 2, timeout: float = 240) -> list[subprocess.CompletedProcess]:
@@ -29,25 +32,34 @@ def launch(source: str, *arguments: object, count: int = 2, timeout: float = 240
         "GLOO_SOCKET_IFNAME": "lo",
     }
     command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
-    started = [
-        subprocess.Popen(
-            command,
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    finished = []
-    try:
-        for process in started:
-            out, err = process.communicate(timeout=timeout)
-            finished.append(subprocess.CompletedProcess(command, process.returncode, out, err))
-    finally:
-        for process in started:
-            process.kill()
-    return finished
+    with contextlib.ExitStack() as files:
+        # Into files: a pipe that nobody reads yet fills up, and its process stands still, as do those that wait for it.
+        outputs = [[files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(count)]
+        started = [
+            subprocess.Popen(
+                command,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdout=out,
+                stderr=err,
+                text=True,
+            )
+            for rank, (out, err) in enumerate(outputs)
+        ]
+        try:
+            for process in started:
+                process.wait(timeout)
+        finally:
+            for process in started:
+                process.kill()
+        return [
+            subprocess.CompletedProcess(command, process.returncode, _text(out), _text(err))
+            for process, (out, err) in zip(started, outputs)
+        ]
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
 
 
 def succeed(finished: list[subprocess.CompletedProcess]) -> list[str]:
