@@ -264,6 +264,12 @@ def test_write_and_in_order(first: list[int], start: list[int], counts: list[int
                 assert torch.equal(tensor[row, :, place], wanted[row, :, (first[row] + place) % slots])
 
 
+def test_a_slot_s_bytes_are_those_of_one_row_even_where_there_is_none():
+    buffer = InputBuffer({"a": torch.zeros(3, 4, 7, 5), "b": torch.zeros(3, 2, 7, dtype=torch.bfloat16)})
+    assert buffer.slot_bytes == 4 * 5 * 4 + 2 * 2
+    assert buffer.map(lambda tensor: tensor[:0]).slot_bytes == buffer.slot_bytes
+
+
 def test_in_order_copies_nothing_where_it_need_not():
     shapes = ((2, 4, 7, 5), (2, 2, 7, 3), (2, 4, 7))
     buffer = InputBuffer({name: torch.zeros(shape) for name, shape in zip("abc", shapes)})

@@ -5,6 +5,7 @@ raw inputs of the convolution. Attention layers are transformers' own.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -37,7 +38,7 @@ class InputBuffer:
     def __init__(self, tensors: dict[str, torch.Tensor]):
         self.names, self._tensors = tuple(tensors), tuple(tensors.values())
         # Of one slot of one row. (Read at every forward.)
-        self.slot_bytes = sum(t.numel() * t.element_size() // (t.shape[0] * t.shape[2]) for t in self._tensors)
+        self.slot_bytes = sum(t.shape[1] * math.prod(t.shape[3:]) * t.element_size() for t in self._tensors)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[self.names.index(name)]
@@ -433,10 +434,10 @@ class ReplayLayer(OwnedLayer, LinearAttentionLayer):
         self.device, self.dtype = device, dtype
         shape, checkpoint_dtype = (batch, *self.recurrence.state_shape), self.cache.replay_config.checkpoint_dtype
         self.checkpoint = backend.new_checkpoint(shape, checkpoint_dtype, device)
-        self.checkpoint_bytes = self.checkpoint.nbytes // batch
+        self.checkpoint_bytes = math.prod(shape[1:]) * self.checkpoint.element_size()
         if quantize.has_scale(checkpoint_dtype):
             self.scale = quantize.new_scale(shape, self.recurrence.scale_dim, device)
-            self.checkpoint_bytes += self.scale.nbytes // batch
+            self.checkpoint_bytes += math.prod(self.scale.shape[1:]) * self.scale.element_size()
         self.inputs = InputBuffer(self.recurrence.new_inputs(batch, slots, dtype, device))
 
     def _reserve_conv(self, inputs: torch.Tensor, kernel: int) -> None:

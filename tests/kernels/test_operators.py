@@ -16,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 from cases import BF16, F16, F32, INTERPRETED, Layer, error, needs, on_gpu, run_in_interpreter, same_bits
 from misfits import assert_same, cast, copy, elsewhere, few_slots, flat, gaps, named, refuses, shorter, three_heads
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import replayssm_kernels as kernels
@@ -182,6 +183,48 @@ def test_torch_is_passed_by_where_nothing_looks_on(onlooker, device):
     decode(a)
     assert same_bits(expected, y)
     assert_same(a, b)
+
+
+def traced(function, y):
+    """A trace of other numbers of the same shape: what it recorded has to be computed."""
+    return torch.jit.trace(function, torch.ones_like(y), check_trace=False)(y)
+
+
+class Sees(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.seen = getattr(self, "seen", []) + [str(function)]
+        return function(*args, **(kwargs or {}))
+
+
+@needs
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda function, y: torch.func.vmap(function)(y),
+        lambda function, y: torch.func.functionalize(function)(y),
+        lambda function, y: torch.func.jvp(function, (y,), (y,))[0],
+        traced,
+    ],
+    ids=["vmap", "functionalize", "jvp", "jit.trace"],
+)
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore:There is a performance drop")
+@torch.no_grad()
+def test_transforms_of_torch_see_the_operators(transform, device):
+    torch.manual_seed(0)
+    y, weight = torch.randn(3, 4, 32, device=device), torch.randn(32, device=device)
+    function = lambda y: kernels.rms_norm(y, None, weight, 1e-6)  # noqa: E731
+    torch.testing.assert_close(transform(function, y), function(y), rtol=0, atol=0)
+
+
+@needs
+@torch.no_grad()
+def test_a_function_mode_and_meta_tensors_see_the_operators(device):
+    y, weight = torch.randn(3, 32, device=device), torch.randn(32, device=device)
+    with Sees() as mode:
+        kernels.rms_norm(y, None, weight, 1e-6)
+    assert any("rms_norm" in name for name in mode.seen)
+    out = kernels.rms_norm(y.to("meta"), None, weight.to("meta"), 1e-6, out_dtype=BF16)
+    assert out.is_meta and out.shape == y.shape and out.dtype == BF16
 
 
 @on_gpu

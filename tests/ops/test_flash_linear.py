@@ -108,6 +108,21 @@ def test_a_broken_package_is_said_once(error, importing):
         assert flash_linear.chunk_simple_gla() is None
 
 
+def test_an_old_version_is_not_used(monkeypatch):
+    """One that would take a state of another layout without a word."""
+    module = types.ModuleType("fla.ops.simple_gla")
+    module.chunk_simple_gla = lambda q, k, v, g=None, scale=None, initial_state=None, **kwargs: None
+    for name in ("fla", "fla.ops"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    flash_linear.chunk_simple_gla.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match="old version.*--upgrade"):
+            assert flash_linear.chunk_simple_gla() is None
+    finally:
+        flash_linear.chunk_simple_gla.cache_clear()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA (or ROCm) device")
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")

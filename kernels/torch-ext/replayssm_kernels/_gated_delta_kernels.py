@@ -215,6 +215,7 @@ def _append_kernel(
     unit = tl.program_id(0)
     b = tl.program_id(1).to(tl.int64)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    count = tl.minimum(count, T)
     token = tl.arange(0, BLOCK_T)
     t = t0 + token
     real = t < count
@@ -321,14 +322,13 @@ def _append_kernel(
                                 tl.store(pair_at + WIDTH + other, tl.sum(q_i * decayed, axis=0))
                                 passed += _row(g, token, other)
                 else:
-                    for i in tl.static_range(BLOCK_T):
-                        if t0 + i < count:
-                            since_i, k_i = _row(since, token, i), _row(k_n, token, i)
-                            decayed = k_i[None, :] * _decay(since - since_i[None, :])
-                            by_k, by_q = tl.sum(k_n * decayed, axis=1), tl.sum(q_n * decayed, axis=1)
-                            pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
-                            tl.store(pair_at, by_k, mask=real & (token > i))
-                            tl.store(pair_at + WIDTH, by_q, mask=real & (token >= i))
+                    for i in range(tl.minimum(count - t0, BLOCK_T)):  # (written out it would compile for minutes)
+                        since_i, k_i = _row(since, token, i), _row(k_n, token, i)
+                        decayed = k_i[None, :] * _decay(since - since_i[None, :])
+                        by_k, by_q = tl.sum(k_n * decayed, axis=1), tl.sum(q_n * decayed, axis=1)
+                        pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
+                        tl.store(pair_at, by_k, mask=real & (token > i))
+                        tl.store(pair_at + WIDTH, by_q, mask=real & (token >= i))
                 decay = _decay(since)
                 kq = _interleave(k_n * decay, q_n * decay, BLOCK_T, BLOCK_K)  # (2 T, K)
                 row = tl.arange(0, 2 * BLOCK_T)
@@ -838,6 +838,7 @@ def _window_kernel(
     b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
     v_ok = v < V
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    count = tl.minimum(count, T)
     head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
@@ -962,6 +963,7 @@ def _short_window_kernel(
     state = tl.load(at, mask=(c < K)[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
     scale = load_scale(scale_ptr, b * HV + h, v, V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
+    count = tl.minimum(count, T)
     j = tl.arange(0, BLOCK_J)
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v

@@ -21,8 +21,8 @@ def define(name: str, function: Callable, mutates: tuple[str, ...], fake: Callab
     Registers `function` (its annotations give the schema) for all devices, and returns what calls the operator.
 
     In eager mode, which waits for the host, that is the function itself: the way through torch takes the host as long
-    as a launch. It is taken where something looks on (a compiler, autograd, a dispatch mode, a subclass of tensors).
-    (`torch.library.custom_op` would do the same with more work at every call.)
+    as a launch. It is taken where something looks on ([`_is_looked_on`], or a subclass of tensors). (And
+    `torch.library.custom_op` would do the same with more work at every call.)
     """
     schema = torch.library.infer_schema(function, mutates_args=mutates)
     _library.define(f"{name}{schema}", tags=(torch.Tag.needs_fixed_stride_order,))
@@ -31,7 +31,23 @@ def define(name: str, function: Callable, mutates: tuple[str, ...], fake: Callab
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
 
     def call(*args):
-        looked_on = torch.compiler.is_compiling() or torch.is_grad_enabled() or is_in_torch_dispatch_mode()
-        return function(*args) if not looked_on and _PLAIN.issuperset(map(type, args)) else operator(*args)
+        if _is_looked_on() or not _PLAIN.issuperset(map(type, args)) or args[0].is_meta:
+            return operator(*args)
+        return function(*args)
 
     return call
+
+
+def _is_looked_on() -> bool:
+    """
+    Whether a compiler, autograd, a mode, a transform of torch.func or a tracer is to see the operator. (A profiler is
+    not: it sees the kernels.)
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or is_in_torch_dispatch_mode()
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.jit.is_tracing()
+    )

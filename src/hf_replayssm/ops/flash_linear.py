@@ -7,6 +7,7 @@ B, values dt x, and the log gate is dt A.
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 
@@ -19,7 +20,7 @@ PART_ELEMENTS = 2**28
 
 @functools.cache
 def chunk_simple_gla() -> Callable | None:
-    """The package's function; None where it is missing, or does not work with the triton at hand (which is said)."""
+    """The package's function; None where it is missing, too old, or not for the triton at hand (which is said)."""
     try:
         from fla.ops.simple_gla import chunk_simple_gla as function
     except ModuleNotFoundError as error:
@@ -29,9 +30,11 @@ def chunk_simple_gla() -> Callable | None:
     except Exception as error:  # (anything may be raised while a module defines kernels for another triton)
         reason = error
     else:
-        return function
+        if "state_v_first" in inspect.signature(function).parameters:
+            return function
+        reason = TypeError("chunk_simple_gla takes no state_v_first: it is an old version")
     warnings.warn(
-        f"flash-linear-attention is installed and cannot be imported, so prompts are scanned in PyTorch "
+        f"flash-linear-attention is installed and cannot be used, so prompts are scanned in PyTorch "
         f"({type(reason).__name__}: {reason}). Install a version that goes with the installed triton, for example "
         f"`pip install --upgrade flash-linear-attention`.",
         stacklevel=2,
