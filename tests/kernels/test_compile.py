@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import replayssm_kernels as kernels
-from replayssm_kernels import _configs, _conv, _launch, _norm, mamba1, mamba2
+from replayssm_kernels import _configs, _conv, _launch, _norm, mamba2
 from replayssm_kernels._configs import Config, Tile
 
 
@@ -24,10 +24,16 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+# (The code for the first is that for the second, less what only that has.)
+on_targets = pytest.fixture(
+    params=[
+        pytest.param(target, id=name, marks=pytest.mark.slow if name == "sm_80" else ())
+        for name, target in TARGETS.items()
+    ]
+)
 LEAST_SHARED_MEMORY = 64 * 1024  # of a block, on any of them
 KERNELS = {
     mamba2: ("_append_kernel", "_step_kernel", "_fused_kernel", "_window_kernel", "_fold_kernel"),
-    mamba1: ("_step_kernel", "_window_kernel", "_fold_kernel", "_scan_kernel"),
     _conv: ("_causal_conv_kernel",),
     _norm: ("_rms_norm_kernel",),
 }
@@ -66,15 +72,14 @@ class Compiles:
         self.compiled.append((self.kernel.__name__, result))
 
 
-@pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
+@on_targets
 def compiled(request, monkeypatch):
     """(name, result) of every kernel that a call launches."""
     found = []
     for module, names in KERNELS.items():
         for name in names:
             monkeypatch.setattr(module, name, Compiles(getattr(module, name), request.param, found))
-    for module in (mamba1, mamba2):
-        monkeypatch.setattr(module, "can_overlap", lambda device: request.param.arch == 90)
+    monkeypatch.setattr(mamba2, "can_overlap", lambda device: request.param.arch == 90)
     monkeypatch.setattr(_launch, "can_limit_registers", lambda device: request.param.backend == "cuda")
     return found
 
@@ -168,38 +173,6 @@ def test_other_configurations_compile(config, compiled, monkeypatch):
     decode(fused=False, checkpoint_dtype=BF16)
     names = {name for name, _ in compiled}
     assert names == {"_append_kernel", "_step_kernel", "_fold_kernel"}
-
-
-def decode_mamba1(tokens, dtype, checkpoint_dtype, shape, seed=None):
-    batch, groups, channels, state, slots = shape
-    zeros = lambda *size, dtype=dtype: torch.zeros(*size, dtype=dtype)  # noqa: E731
-    positions, A = zeros(5, batch, dtype=torch.int32), zeros(groups, state, channels, dtype=F32)
-    x, B = zeros(batch, tokens, groups, channels), zeros(batch, tokens, groups, state)
-    buffers = [zeros(batch, groups, slots, size) for size in (channels, state, channels)]
-    checkpoint = zeros(batch, groups, state, channels, dtype=checkpoint_dtype)
-    storage = {"scale": zeros(batch, groups, 1, channels, dtype=F32)} if checkpoint_dtype.itemsize == 1 else {}
-    storage |= {} if seed is None else {"seed": seed}
-    options = {"dt_bias": A[:, 0], "z": zeros(batch, tokens, groups, 2 * channels)[..., channels:]}
-    kernels.mamba1_step(positions, x, B, B, x, *buffers, A, A[:, 0], checkpoint, **options, **storage)
-    kernels.mamba1_fold(positions, *buffers, A, checkpoint, dt_bias=A[:, 0], inplace=True, **storage)
-    kernels.mamba1_scan(x, B, B, x, A, A[:, 0], None, **options)
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        (1, BF16, F32, (64, 1, 8192, 16, 3)),
-        (5, BF16, F32, (64, 1, 8192, 16, 10)),
-        pytest.param((5, F32, BF16, (4, 2, 100, 12, 10), 3), marks=pytest.mark.slow),
-        pytest.param((1, F16, INT8, (4, 2, 100, 130, 9), 2**32 - 1), marks=pytest.mark.slow),
-    ],
-    ids=["step", "window", "float32, stochastic window", "int8, stochastic step"],
-)
-def test_mamba1_compiles(call, compiled):
-    decode_mamba1(*call)
-    names = {"_step_kernel" if call[0] == 1 else "_window_kernel", "_fold_kernel", "_scan_kernel"}
-    assert {name for name, _ in compiled} == names
-    assert max(result.metadata.shared for _, result in compiled) <= LEAST_SHARED_MEMORY
 
 
 def test_a_convolution_compiles(compiled):

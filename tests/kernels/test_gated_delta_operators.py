@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from cases import BF16, F16, F32, FP8, INT8, INTERPRETED, needs, on_gpu, run_in_interpreter, same_bits
 from delta_cases import DeltaLayer
 from misfits import assert_same, cast, copy, elsewhere, few_slots, flat, gaps, named, refuses, shorter, three_heads
-from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles, sm_90
+from test_compile import LEAST_SHARED_MEMORY, Compiles, on_targets, sm_90
 
 import replayssm_kernels as kernels
 from replayssm_kernels import _launch, gated_delta
@@ -245,7 +245,7 @@ def test_other_layouts_are_taken(layout, name, kda, device):
 KERNELS = ("_append_kernel", "_step_kernel", "_short_window_kernel", "_window_kernel", "_fold_kernel")
 
 
-@pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
+@on_targets
 def compiled(request, monkeypatch):
     """(name, result) of every kernel that a call launches."""
     if INTERPRETED:

@@ -6,7 +6,7 @@ import torch
 
 pytest.importorskip("triton")
 from cases import BF16, F16, F32, FP8, INT8, INTERPRETED
-from test_compile import LEAST_SHARED_MEMORY, TARGETS, Compiles, sm_90
+from test_compile import LEAST_SHARED_MEMORY, Compiles, on_targets, sm_90
 
 import replayssm_kernels as kernels
 from replayssm_kernels import _launch, mamba1
@@ -15,12 +15,13 @@ from replayssm_kernels import _launch, mamba1
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="compiles, and does not interpret")
 
 
-@pytest.fixture(params=TARGETS.values(), ids=TARGETS.keys())
+@on_targets
 def compiled(request, monkeypatch):
     """(name, result) of every kernel that a call launches."""
     found = []
     for name in ("_step_kernel", "_window_kernel", "_fold_kernel", "_scan_kernel"):
         monkeypatch.setattr(mamba1, name, Compiles(getattr(mamba1, name), request.param, found))
+    monkeypatch.setattr(mamba1, "can_overlap", lambda device: request.param.arch == 90)
     monkeypatch.setattr(_launch, "can_limit_registers", lambda device: request.param.backend == "cuda")
     return found
 
