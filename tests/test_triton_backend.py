@@ -265,7 +265,9 @@ def static_session(model, kind: str) -> tuple[hf_replayssm.StaticReplayCache, to
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["mamba2, another activation", "falcon_h1", "kimi_linear"])
+@pytest.mark.parametrize(
+    "name", ["mamba2, another activation", pytest.param("falcon_h1", marks=pytest.mark.slow), "kimi_linear"]
+)
 def test_the_same_answers_of_the_static_cache(name):
     family, overrides = SMALL[name]
     model = hf_replayssm.enable(tiny_model(family, **overrides))

@@ -159,7 +159,7 @@ def test_every_kind_of_tile(tile, slots, device, monkeypatch):
 
 
 @needs
-@pytest.mark.parametrize("slots", [3, 7])
+@pytest.mark.parametrize("slots", [3, pytest.param(7, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES.keys())
 def test_8_bits_in_every_kind_of_tile(tile, slots, device, monkeypatch):
     monkeypatch.setattr(mamba1, "OVERRIDE", tile)
@@ -730,5 +730,6 @@ def test_a_fault_is_found(what, device):
 if not INTERPRETED:
 
     @pytest.mark.timeout(600)
-    def test_in_the_interpreter():
-        run_in_interpreter(__file__)
+    @pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+    def test_in_the_interpreter(marked):
+        run_in_interpreter(__file__, marked)
