@@ -131,6 +131,20 @@ def test_a_count_that_is_too_large_is_the_number_of_tokens(tokens, kda, device):
     assert_same(a, b)
 
 
+@needs
+@RULES
+@pytest.mark.parametrize("tokens", [1, 3, 11])
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+def test_a_key_whose_squares_overflow_is_no_key(tokens, kda, device):
+    """Its length is infinite, so nothing of it is left, in the output and in the state; upstream's modules agree."""
+    a = arguments(device, (2, 4, 2, 16, 32, 40), tokens, kda=kda)
+    a["positions"][4] = 2 + tokens  # all are folded
+    b = copy(a)
+    a["k"][:, -1], b["k"][:, -1] = 1e20, 0.0
+    assert same_bits(step(a), step(b)) and torch.isfinite(a["checkpoint"]).all()
+    assert same_bits(a["checkpoint"], b["checkpoint"]) and same_bits(a["u_buffer"], b["u_buffer"])
+
+
 @on_gpu
 @RULES
 @pytest.mark.parametrize("tokens", [1, 3, 40])

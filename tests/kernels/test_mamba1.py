@@ -40,7 +40,8 @@ DTYPES = [F32, BF16, F16]
 # products A dt are rounded). The interpreter's are exact.
 LONG = {"cpu": 1e-6, "cuda": 2e-6}
 # Of the outputs of a thousand calls: now and then a row's y is a small difference of large terms. Of two thousand on an
-# H200 the largest error was 3.2e-6, that of the states 7.4e-7, no larger in the end than after a hundred.
+# H200 the largest error was 3.2e-6 and 95 in a hundred were below 1e-6; that of the states was 7.4e-7, no larger in the
+# end than after a hundred calls.
 OUTPUTS = {"cpu": 1e-6, "cuda": 5e-6}
 
 # (batch, groups, channels of a group, state, slots), what else differs, and the lengths of the calls.
@@ -462,18 +463,19 @@ def test_random_sequences_with_crops(seed, device):
     shape = (4, 2, 96, 16, 9) if many else (2, 1, 16, 16, 6)
     layer = Layer(shape, device, [F32, BF16][seed], first=4, seed=seed)
     random = torch.Generator().manual_seed(seed)
-    slots = shape[-1]
+    slots, errors = shape[-1], []
     for _ in range(1000 if many else 10):
         draw = lambda highest: (torch.rand(shape[0], generator=random).to(device) * (highest + 1)).long()  # noqa: E731
         tokens = int(torch.randint(1, 6, (), generator=random))
         if bool((layer.held + tokens > slots).any()):
             layer.flush(torch.maximum(layer.held + tokens - slots, draw(layer.held)))
         y, expected = layer.advance(tokens, count=draw(torch.full_like(layer.held, tokens)), fold=0)
-        assert error(y, expected) <= OUTPUTS[device]
+        errors.append(error(y, expected))
         layer.crop(draw(layer.held))
         fold = torch.where(draw(torch.ones_like(layer.held)) > 0, draw(layer.held), 0)
         y, expected = layer.advance(1, count=(layer.held < slots).long(), fold=fold)
-        assert error(y, expected) <= OUTPUTS[device]
+        errors.append(error(y, expected))
+    assert max(errors) <= OUTPUTS[device] and sorted(errors)[len(errors) * 9 // 10] <= 1e-6
     assert error(*layer.whole_state()) <= 1e-6
 
 

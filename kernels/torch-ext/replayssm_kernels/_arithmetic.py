@@ -109,27 +109,6 @@ def dot_float32_by_16bit(a, b, acc):
 
 
 @triton.jit
-def dot_16bit_by_float32(a, b, acc):
-    """acc + a @ b with `a` of 16 bits and float32 `b` (N, 1), for each column of `acc`; the same way."""
-    columns: tl.constexpr = (b.shape[0], acc.shape[1])
-    high, b_high = leading_bits(b)
-    middle, b_middle = leading_bits(b - b_high)
-    low = tl.broadcast_to((b - b_high - b_middle).to(tl.bfloat16), columns)
-    high = tl.broadcast_to(high, columns)
-    middle = tl.broadcast_to(middle, columns)
-    if a.dtype == tl.bfloat16:
-        acc = dot_16bit(a, low, acc)
-        acc = dot_16bit(a, middle, acc)
-        return dot_16bit(a, high, acc)
-    a_high, a_low = _two_terms(a)
-    acc = dot_16bit(a_low, middle, acc)
-    acc = dot_16bit(a_high, low, acc)
-    acc = dot_16bit(a_low, high, acc)
-    acc = dot_16bit(a_high, middle, acc)
-    return dot_16bit(a_high, high, acc)
-
-
-@triton.jit
 def dot_for_output(a, b, acc):
     """
     acc + a @ b where only an output depends on it. 16-bit numbers are multiplied exactly; of a float32 operand beside a

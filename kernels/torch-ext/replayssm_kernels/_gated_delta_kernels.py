@@ -51,9 +51,10 @@ EPS = tl.constexpr(1e-6)
 @triton.jit
 def _inverse_length(squares):
     """Of a vector with this sum of squares. (The units give 22 bits, a step of Newton's method the rest.)"""
-    squares = tl.minimum(squares + EPS, 3e38)  # (of an infinite sum the step would make NaN, not 0)
+    squares += EPS
     inverse = tl.rsqrt(squares)
-    return inverse * (1.5 - (0.5 * squares * inverse) * inverse)
+    # (0 of an infinite sum, as in upstream's modules: there the step would make NaN.)
+    return tl.where(inverse == 0.0, 0.0, inverse * (1.5 - (0.5 * squares * inverse) * inverse))
 
 
 @triton.jit

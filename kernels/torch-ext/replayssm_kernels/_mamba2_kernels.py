@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, dot_16bit_by_float32, dot_float32_by_16bit, dot_for_output, final_dt
+from ._arithmetic import dot_16bit, dot_float32_by_16bit, dot_for_output, final_dt
 from ._conv import convolve, record
 from ._overlap import may_start_next, prefetch, wait_for_previous
 from ._positions import ring_slot, row_positions
@@ -278,10 +278,7 @@ def _step_kernel(
         products = tl.zeros((BLOCK_P, COLUMNS), tl.float32)
     end = held + count
     j = tl.arange(0, BLOCK_J)
-    if DOT:
-        y = tl.zeros((BLOCK_P, 8), tl.float32)
-    else:
-        y = tl.zeros((BLOCK_P,), tl.float32)
+    y = tl.zeros((BLOCK_P,), tl.float32)
     elapsed = tl.zeros((), tl.float32)  # time behind the places of the buffer seen so far
     if SLOTS <= BLOCK_J:
         _, x, dt = _buffered(j, end, first, x_row_ptr, dt_row_ptr, p_ok, P, SLOTS)
@@ -314,10 +311,10 @@ def _step_kernel(
             else:
                 products += as_float32(state[part]) * C[part][None, :]
     if DOT:
-        y += y_state * (tl.exp(tl.minimum(A * elapsed, 0.0)) * unit * scale)[:, None]
-        y = tl.sum(y, axis=1) * 0.125
+        by_state = tl.sum(y_state, axis=1) * (0.125 * unit)  # eight times the same
     else:
-        y += tl.exp(tl.minimum(A * elapsed, 0.0)) * (tl.sum(products, axis=1) * scale)
+        by_state = tl.sum(products, axis=1)
+    y += tl.exp(tl.minimum(A * elapsed, 0.0)) * (by_state * scale)
     tl.store(y_ptr + (b * H + h) * P + p, y.to(y_ptr.dtype.element_ty), mask=p_ok)
     if fold > 0:
         _fold(head_state_ptr, head_state_ptr, 0 if STREAM else state, x_head_ptr, x_row_ptr, b_group_ptr, dt_row_ptr,
@@ -343,20 +340,15 @@ def _float16_range(x):
 def _add_inputs(y, elapsed, place, end, x, dt, scores, A, D):
     """
     `y` (BLOCK_P,) with what the tokens at some places of the buffer add, of which the newest has skip weight D;
-    `elapsed`, the time behind them, with theirs. Or the same in each column of a `y` (BLOCK_P, .) that is a matrix
-    unit's.
+    `elapsed`, the time behind them, with theirs.
     """
     weight = dt * tl.exp(tl.minimum(A * (_time_behind(dt) + elapsed), 0.0)) * scores
     weight += tl.where(place == end - 1, D, 0.0)
-    if len(y.shape) == 2:
-        y = dot_16bit_by_float32(tl.trans(x), weight[:, None], y)
-    else:
-        x = x.to(tl.float32)
-        # Not a bare product, which a compiler may join with the first sum over lanes: each lane would then round its
-        # own of the two products, and they store what they have in no certain order.
-        weighted = tl.fma(tl.broadcast_to(weight[:, None], x.shape), x, tl.zeros_like(x))
-        y += tl.sum(weighted, axis=0)
-    return y, elapsed + tl.sum(dt, axis=0)
+    x = x.to(tl.float32)
+    # Not a bare product, which a compiler may join with the first sum over lanes: each lane would then round its own of
+    # the two products, and they store what they have in no certain order.
+    weighted = tl.fma(tl.broadcast_to(weight[:, None], x.shape), x, tl.zeros_like(x))
+    return y + tl.sum(weighted, axis=0), elapsed + tl.sum(dt, axis=0)
 
 
 @triton.jit

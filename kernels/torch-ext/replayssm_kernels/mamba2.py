@@ -265,7 +265,11 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
     groups, slots, state = B_buffer.shape[1:]
     config = _configs.choose(checkpoint, tokens)
     fused = tokens == 1 and (config.fused if fused is None else fused)
-    if conv and not fused:
+    C_float16, C_unit = None, None
+    if scale is not None and x.dtype != torch.float32 and not fused:
+        C_float16 = torch.empty((batch, tokens, groups, state), dtype=torch.float16, device=y.device)
+        C_unit = torch.empty((batch, tokens, groups), dtype=torch.float32, device=y.device)
+    elif conv and not fused:
         C = x.new_empty((batch, tokens, groups, state))  # behind the convolution
     ring, kernel = (conv.ring.shape[1], conv.weight.shape[1]) if conv else (1, 1)
     storage = scale, as_int32(seed)
@@ -297,10 +301,6 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
         # (With a convolution a program holds all its taps: 2048 channels of 8 tokens would not fit into registers.)
         block_c = config.append_block if tokens == 1 else min(config.append_block, max(2048 // block_t, 64))
         scores = torch.empty((batch, groups, tokens, slots), dtype=torch.float32, device=y.device)
-        C_float16, C_unit = None, None
-        if scale is not None and x.dtype != torch.float32:
-            C_float16 = torch.empty((batch, tokens, groups, state), dtype=torch.float16, device=y.device)
-            C_unit = torch.empty((batch, tokens, groups), dtype=torch.float32, device=y.device)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs B of the one before
             _append_kernel[(groups + cdiv(heads * head_dim, block_c), batch)](
                 positions, *new, scores, C_float16, C_unit, batch, *x_strides, *B_strides, *C_strides, *dt.stride(),
@@ -308,9 +308,8 @@ def _launch(positions, x, B, C, dt, conv, x_buffer, B_buffer, dt_buffer, A, D, c
                 max(next_power_of_2(state), 16), 16, block_c, min(next_power_of_2(heads // groups), 32), overlaps,
                 num_warps=config.append_warps if tokens == 1 else 4,
             )  # fmt: skip
-        if C_unit is not None:
-            C = C_float16
-            C_strides = C.stride()[:3]
+        if C_float16 is not None:
+            C, C_strides = C_float16, C_float16.stride()[:3]
         pieces = cdiv(tokens, block_t)
         common = (positions, checkpoint, x_buffer, B_buffer, dt_buffer, scores, C, A, unused if D is None else D, y,
                   batch, *C_strides)  # fmt: skip
