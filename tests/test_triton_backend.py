@@ -406,7 +406,15 @@ def test_the_gated_norm_of_a_16_bit_model(norm_calls):
 
 
 @interpreted
-@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name != "qwen3_next"])  # a norm of another formula
+@pytest.mark.parametrize(
+    "name",
+    [
+        # (Norms like Bamba's and Zamba's.)
+        pytest.param(name, marks=pytest.mark.slow if name in ("mamba", "falcon_mamba", "jamba", "zamba2") else ())
+        for name in FAMILY_NAMES
+        if name != "qwen3_next"  # a norm of another formula
+    ],
+)
 @torch.no_grad()
 def test_a_norm_between_layers_is_one_call(name, plain_norm_calls):
     """In all forwards that replay, and only there; whatever watches the module sees it as before."""
