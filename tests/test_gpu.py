@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import warnings
 
 import pytest
@@ -136,6 +137,16 @@ def device_twins(family: str, dtype: torch.dtype = torch.float32, **config) -> T
     return Twins((model, triton), (model, plain), (exact, hf_replayssm.ReplayCache(**config, backend="torch")), batch=2)
 
 
+def low_precision_error(model, logits: torch.Tensor, exact: torch.Tensor) -> float:
+    """
+    Relative to the float32 model. Of a model with experts that of the median token: one that a rounding sends to
+    another expert is off by a third or more, and with which backend that happens is chance.
+    """
+    if any(name.endswith("experts") for name, _ in model.named_modules()):
+        return float(((logits - exact).norm(dim=-1) / exact.norm(dim=-1)).median())
+    return float((logits - exact).norm() / exact.norm())
+
+
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_an_eventful_session(family):
     """The kernels give what the PyTorch ops give, whatever happens to the cache."""
@@ -170,7 +181,7 @@ def test_an_eventful_session_in_fewer_bits(family, dtype, checkpoint_dtype, roun
     twins = device_twins(family, dtype, checkpoint_dtype=checkpoint_dtype, rounding=rounding)
     eventful_session(twins)
     triton, plain, exact = twins.all_logits()
-    error = lambda logits: float((logits - exact).norm() / exact.norm())  # noqa: E731
+    error = functools.partial(low_precision_error, twins.pairs[0][0], exact=exact)
     assert error(triton) < max(2 * error(plain), 20 * RTOL)
 
 
@@ -230,7 +241,7 @@ def test_bfloat16_is_as_close_to_float32_as_the_whole_forward(family):
     low, enabled = pair(family, "auto", torch.bfloat16)
     ids = random_ids(4, 64).cuda()
     expected = exact(input_ids=ids, use_cache=False).logits
-    error = lambda logits: float((logits.float() - expected).norm() / expected.norm())  # noqa: E731
+    error = functools.partial(low_precision_error, low, exact=expected)
     cache = hf_replayssm.ReplayCache(config=enabled.config)
     stepped = [enabled(input_ids=ids[:, t : t + 1], cache=cache).logits for t in range(64)]
     whole = error(low(input_ids=ids, use_cache=False).logits)

@@ -256,7 +256,7 @@ def test_other_layouts_are_taken(layout, name, kda, device):
 
 # Compiled for GPUs that are not here, as in `test_compile.py`.
 
-KERNELS = ("_append_kernel", "_step_kernel", "_short_window_kernel", "_window_kernel", "_fold_kernel")
+KERNELS = ("_append_kernel", "_step_kernel", "_window_kernel", "_fold_kernel")
 
 
 @on_targets

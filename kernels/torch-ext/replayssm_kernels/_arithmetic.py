@@ -108,6 +108,40 @@ def dot_float32_by_16bit(a, b, acc):
     return dot_16bit(high, b_high, acc)
 
 
+# A float32 number is also the sum of two tf32 numbers of 11 bits each, in half as many operations: what is missing is
+# not above its own last bit (2^-23), and one tf32 number would be far from it. 16-bit numbers are tf32 numbers.
+
+
+@triton.jit
+def _two_tf32(x):
+    """
+    `x` as the sum of two float32 numbers for units that look at their leading 19 bits. The first is rounded: the second
+    has either sign then, and so has what products leave out.
+    """
+    high = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def dot_float32(a, b, acc):
+    """acc + a @ b with float32 accuracy, of operands of 16 bits or float32."""
+    if (a.dtype == b.dtype) & (a.dtype != tl.float32):
+        acc = dot_16bit(a, b, acc)
+    elif is_cuda():
+        A: tl.constexpr = a.dtype == tl.float32  # a second term
+        B: tl.constexpr = b.dtype == tl.float32
+        a_high, a_low = _two_tf32(a) if A else (a.to(tl.float32), a)
+        b_high, b_low = _two_tf32(b) if B else (b.to(tl.float32), b)
+        if A:
+            acc = tl.dot(a_low, b_high, acc, input_precision="tf32")
+        if B:
+            acc = tl.dot(a_high, b_low, acc, input_precision="tf32")
+        acc = tl.dot(a_high, b_high, acc, input_precision="tf32")
+    else:
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return acc
+
+
 @triton.jit
 def dot_for_output(a, b, acc):
     """

@@ -12,9 +12,9 @@ Everything is a matter of one column of V at a time, but for the *scores*, the p
 query with the decay between them. A call reads the state once, against k and q of all new tokens.
 
 Two launches do a call: `_append_kernel` (convolution, append of k and g, the scores, once for each key head) and
-`_step_kernel` (one token), `_window_kernel` (more) or `_short_window_kernel` (a few, of KDA), which finds u and appends
-it. A flush reads the state again, piece after piece, or takes it from the registers that a step has it in. Behind a
-window of several pieces it is left to `_fold_kernel`.
+`_step_kernel` (one token) or `_window_kernel` (more), which finds u and appends it. A flush reads the state again,
+piece after piece, or takes it from the registers that a step has it in. Behind a window of several pieces it is left to
+`_fold_kernel`.
 
 Layouts: checkpoint (batch, value head, K, V); k (batch, key head, slot, K) raw, u (batch, value head, slot, V) float32,
 g (batch, value head, slot) or for KDA (batch, value head, slot, K), float32; the ring of raw inputs (batch, ring,
@@ -38,14 +38,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_16bit, leading_bits
+from ._arithmetic import dot_float32
 from ._conv import convolve, record
-from ._overlap import may_start_next, wait_for_previous
+from ._overlap import may_start_next, prefetch, wait_for_previous
 from ._positions import ring_slot, row_positions
 from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
 
 
 EPS = tl.constexpr(1e-6)
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -59,44 +60,9 @@ def _inverse_length(squares):
 
 @triton.jit
 def _decay(exponent):
-    return tl.exp(tl.minimum(exponent, 0.0))
-
-
-@triton.jit
-def _terms(x):
-    """`x` as a sum of three bfloat16 numbers, exactly: bfloat16 needs the first of them only, float16 two."""
-    if x.dtype == tl.bfloat16:
-        high, middle, low = x, x, x
-    else:
-        x = x.to(tl.float32)
-        high, leading = leading_bits(x)
-        middle, next_bits = leading_bits(x - leading)
-        low = (x - leading - next_bits).to(tl.bfloat16)
-    return high, middle, low
-
-
-@triton.jit
-def _dot(a, b, acc):
-    """acc + a @ b with float32 accuracy on units that multiply 16-bit numbers: products of terms of 8 bits."""
-    if (a.dtype == b.dtype) & (a.dtype != tl.float32):
-        acc = dot_16bit(a, b, acc)
-    else:
-        A: tl.constexpr = 1 if a.dtype == tl.bfloat16 else (2 if a.dtype == tl.float16 else 3)
-        B: tl.constexpr = 1 if b.dtype == tl.bfloat16 else (2 if b.dtype == tl.float16 else 3)
-        a_high, a_middle, a_low = _terms(a)
-        b_high, b_middle, b_low = _terms(b)
-        if A == 3:
-            acc = dot_16bit(a_low, b_high, acc)
-        if B == 3:
-            acc = dot_16bit(a_high, b_low, acc)
-        if A > 1 and B > 1:
-            acc = dot_16bit(a_middle, b_middle, acc)
-        if A > 1:
-            acc = dot_16bit(a_middle, b_high, acc)
-        if B > 1:
-            acc = dot_16bit(a_high, b_middle, acc)
-        acc = dot_16bit(a_high, b_high, acc)
-    return acc
+    return tl.exp2(
+        tl.minimum(exponent, 0.0) * LOG2_E
+    )  # (exp would see to results below 2^-126, at twice the operations)
 
 
 @triton.jit
@@ -112,6 +78,16 @@ def _tile(tile, HV: tl.constexpr, HK: tl.constexpr, V: tl.constexpr, BLOCK_V: tl
     row_head = tile // BLOCKS
     h = row_head % HV
     return (row_head // HV).to(tl.int64), h, h // (HV // HK), (tile % BLOCKS) * BLOCK_V + tl.arange(0, BLOCK_V)
+
+
+@triton.jit
+def _prefetch_rows(row_ptr, row, V: tl.constexpr, BLOCK_V: tl.constexpr):
+    """The columns of this program's tile of some rows (R,) of (rows, V) are on their way into the L2 cache."""
+    LINE: tl.constexpr = 1024 // row_ptr.dtype.element_ty.primitive_bitwidth  # numbers in 128 bytes
+    BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    v = (tl.program_id(0) % BLOCKS) * BLOCK_V
+    for line in tl.static_range((BLOCK_V + LINE - 1) // LINE):
+        prefetch(row_ptr + row * V + tl.minimum(v + line * LINE, V - 1))
 
 
 @triton.jit
@@ -330,27 +306,18 @@ def _append_kernel(
                         pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
                         tl.store(pair_at, by_k, mask=real & (token > i))
                         tl.store(pair_at + WIDTH, by_q, mask=real & (token >= i))
+                # By way of memory, from which some channels at a time come as they are needed.
                 decay = _decay(since)
-                kq = _interleave(k_n * decay, q_n * decay, BLOCK_T, BLOCK_K)  # (2 T, K)
-                row = tl.arange(0, 2 * BLOCK_T)
-                row_ok = t0 + row // 2 < T
-                elapsed = tl.zeros((BLOCK_K,), tl.float32)
+                kq_at = row_kq_ptr + 2 * t[:, None] * K + c[None, :]
+                kq_ok = (t < T)[:, None] & c_ok[None, :]
+                tl.store(kq_at, k_n * decay, mask=kq_ok)
+                tl.store(kq_at + K, q_n * decay, mask=kq_ok)
+                tl.debug_barrier()
+                row = 2 * t0 + tl.arange(0, 2 * BLOCK_T)
+                row_ok = row < 2 * T
                 before = held + tl.minimum(count, t0)  # those of earlier launches lie in the buffer, too
-                blocks = (before + BLOCK_J - 1) // BLOCK_J
-                for block in tl.range(0, blocks, num_stages=1):  # (its loads would fill shared memory)
-                    place = before - 1 - block * BLOCK_J - j
-                    past, inverse = _keys(place, before, first, c, k_row_ptr, K, SLOTS)
-                    behind = _next_g_channels(place, before, first, c, g_row_ptr, K, SLOTS)
-                    past *= _decay(tl.cumsum(behind, axis=0) + elapsed[None, :]) * inverse[:, None]
-                    elapsed += tl.sum(behind, axis=0)
-                    products = _dot(kq, tl.trans(past), tl.zeros((2 * BLOCK_T, BLOCK_J), tl.float32))
-                    score_at = row_scores_ptr + (2 * t0 + row[:, None]) * WIDTH + place[None, :]
-                    tl.store(score_at, products, mask=row_ok[:, None] & (place >= 0)[None, :])
-                tl.store(row_scores_ptr + (2 * t0 + row) * WIDTH + SLOTS, tl.full((2 * BLOCK_T,), 1.0, tl.float32),
-                         mask=row_ok)  # fmt: skip
-                elapsed += tl.load(g_row_ptr + first * K + c, mask=c < tl.where(before > 0, K, 0), other=0.0)
-                kq_at = row_kq_ptr + (2 * t0 + row[:, None]) * K + c[None, :]
-                tl.store(kq_at, kq * _decay(elapsed)[None, :], mask=row_ok[:, None] & c_ok[None, :])
+                _channel_scores(row_scores_ptr, row_kq_ptr, row, row_ok, before, first, k_row_ptr, g_row_ptr, K, SLOTS,
+                                BLOCK_T, BLOCK_J)  # fmt: skip
     else:
         r = tl.arange(0, BLOCK_R)
         r_ok = r < PER_KEY_HEAD
@@ -408,6 +375,56 @@ def _append_kernel(
 
 
 @triton.jit
+def _channel_scores(row_scores_ptr, row_kq_ptr, row, row_ok, before, first, k_row_ptr, g_row_ptr, K: tl.constexpr,
+                    SLOTS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_J: tl.constexpr):  # fmt: skip
+    """
+    KDA: stores the scores of rows (2 T,) of `kq`, decayed since their border with the `before` places of the buffer,
+    with these places; then decays the rows over all of them, for the product with the state.
+    """
+    CHANNELS: tl.constexpr = 32  # at a time
+    WIDTH: tl.constexpr = SLOTS + 1
+    j = tl.arange(0, BLOCK_J)
+    kq_at = row_kq_ptr + row[:, None] * K
+    for block in range((before + BLOCK_J - 1) // BLOCK_J):
+        place = before - 1 - block * BLOCK_J - j
+        slot = ring_slot(first, tl.maximum(place, 0), SLOTS)
+        products = tl.zeros((2 * BLOCK_T, BLOCK_J), tl.float32)
+        squares = tl.zeros((BLOCK_J,), tl.float32)
+        for c0 in tl.range(0, K, CHANNELS, num_stages=1):
+            c = c0 + tl.arange(0, CHANNELS)
+            elapsed = tl.zeros((CHANNELS,), tl.float32)
+            for newer in range(block):
+                newer_g = _next_g_channels(before - 1 - newer * BLOCK_J - j, before, first, c, g_row_ptr, K, SLOTS)
+                elapsed += tl.sum(newer_g, axis=0)
+            behind = _next_g_channels(place, before, first, c, g_row_ptr, K, SLOTS)
+            past_ok = (place >= 0)[:, None] & (c < K)[None, :]
+            past = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=past_ok, other=0.0).to(tl.float32)
+            squares += tl.sum(past * past, axis=1)
+            past *= _decay(tl.cumsum(behind, axis=0) + elapsed[None, :])
+            kq = tl.load(kq_at + c[None, :], mask=row_ok[:, None] & (c < K)[None, :], other=0.0)
+            products = dot_float32(kq, tl.trans(past), products)
+        inverse = _inverse_length(squares)
+        # (A key without a length may have products that are not finite.)
+        products = tl.where((inverse == 0)[None, :], 0.0, products * inverse[None, :])
+        at = row_scores_ptr + row[:, None] * WIDTH + place[None, :]
+        tl.store(at, products, mask=row_ok[:, None] & (place >= 0)[None, :])
+    ones = tl.full((2 * BLOCK_T,), 1.0, tl.float32)
+    tl.store(row_scores_ptr + row * WIDTH + SLOTS, ones, mask=row_ok)
+    tl.debug_barrier()
+    for c0 in tl.range(0, K, CHANNELS, num_stages=1):
+        c = c0 + tl.arange(0, CHANNELS)
+        elapsed = tl.zeros((CHANNELS,), tl.float32)
+        for block in range((before + BLOCK_J - 1) // BLOCK_J):
+            place = block * BLOCK_J + j
+            slot = ring_slot(first, tl.where(place < before, place, 0), SLOTS)
+            g_ok = (place < before)[:, None] & (c < K)[None, :]
+            elapsed += tl.sum(tl.load(g_row_ptr + slot[:, None] * K + c[None, :], mask=g_ok, other=0.0), axis=0)
+        ok = row_ok[:, None] & (c < K)[None, :]
+        kq = tl.load(kq_at + c[None, :], mask=ok, other=0.0)
+        tl.store(kq_at + c[None, :], kq * _decay(elapsed)[None, :], mask=ok)
+
+
+@triton.jit
 def _row(x, token, i):
     """Row i of (T, K) float32: (K,). (As integers: adding zeros to them is left out where a thread has all tokens.)"""
     bits = tl.where((token == i)[:, None], x.to(tl.int32, bitcast=True), 0)
@@ -456,7 +473,7 @@ def _products(kq, wide_past, past, BLOCK_T: tl.constexpr):
         by_q = tl.sum(wide_past * q, axis=1)
         result = tl.trans(tl.join(by_k, by_q))
     else:
-        result = _dot(kq, tl.trans(past), tl.zeros((kq.shape[0], past.shape[0]), tl.float32))
+        result = dot_float32(kq, tl.trans(past), tl.zeros((kq.shape[0], past.shape[0]), tl.float32))
     return result
 
 
@@ -688,7 +705,7 @@ def _fold(
     inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
     for turn in tl.static_range(TURNS):
         greatest = tl.zeros((BLOCK_V,), tl.int32)
-        for piece in tl.range(0, PIECES, num_stages=3):
+        for piece in tl.range(0, PIECES, num_stages=2):
             c = piece * ROWS + tl.arange(0, ROWS)
             ok = (c < K)[:, None] & v_ok[None, :]
             state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
@@ -762,10 +779,10 @@ def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_ro
     if PER_CHANNEL:
         behind = tl.trans(_next_g_channels(place, count, first, c, g_row_ptr, K, SLOTS))  # (ROWS, J)
         decayed = k.to(tl.float32) * _decay(tl.cumsum(behind, axis=1) + time[:, None])
-        inputs = _dot(decayed, weighted, inputs)
+        inputs = dot_float32(decayed, weighted, inputs)
         time += tl.sum(behind, axis=1)
     else:
-        inputs = _dot(k, weighted, inputs)
+        inputs = dot_float32(k, weighted, inputs)
     return inputs, time
 
 
@@ -831,6 +848,7 @@ def _window_kernel(
     ROWS: tl.constexpr,
     EVICT: tl.constexpr,
     WAITS: tl.constexpr,  # for the launch before, which it overlaps with
+    PREFETCHES: tl.constexpr,  # where the device can
     FLUSH: tl.constexpr,  # here; or (windows of several pieces) in a launch of _fold_kernel that follows
 ):  # fmt: skip
     """A piece of a window, one tile: BLOCK_V columns of the state of one head."""
@@ -838,78 +856,72 @@ def _window_kernel(
     WIDTH: tl.constexpr = SLOTS + 1
     b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
     v_ok = v < V
+    head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
+    if PREFETCHES:
+        # Into the L2 cache: the state while the row's positions are waited for, and the launch before.
+        _prefetch_rows(head_state_ptr, tl.minimum(tl.arange(0, BLOCK_K), K - 1), V, BLOCK_V)
     first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
     count = tl.minimum(count, T)
-    head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
     k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
     u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
     g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1))
     scale = load_scale(scale_ptr, b * HV + h, v, V)
-    if WAITS:
-        wait_for_previous()
-    row = tl.arange(0, 2 * BLOCK_T)  # in turns k and q of the tokens
-    row_ok = t0 + row // 2 < count
-    first_kq_ptr = kq_ptr + ((b * HV + h if PER_CHANNEL else b * HK + m) * (2 * T) + 2 * t0) * K
-    first_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t0) * WIDTH
-    row_kq_ptr = first_kq_ptr + row[:, None] * K
-    row_scores_ptr = first_scores_ptr + row[:, None] * WIDTH
     start = held + tl.minimum(count, t0)
+    if PREFETCHES:
+        place = tl.minimum(tl.arange(0, BLOCK_J), tl.maximum(start - 1, 0))
+        _prefetch_rows(u_buffer_ptr + (b * HV + h) * (SLOTS * V), ring_slot(first, place, SLOTS), V, BLOCK_V)
+    # Rows: k of the tokens, then q of the tokens. A warp has all rows of its columns: it goes through the tokens alone.
+    row = tl.arange(0, 2 * BLOCK_T)
+    is_k = row < BLOCK_T
+    token = row % BLOCK_T
+    t = t0 + token
+    real = t < count
+    beta_at = beta_ptr + b * beta_stride_b + t * beta_stride_t + h * beta_stride_h
+    beta = tl.load(beta_at, mask=is_k & real, other=0.0).to(tl.float32)
+    if WAITS:
+        wait_for_previous()  # for kq, scores and v
+    line = 2 * t + row // BLOCK_T  # of kq and scores
+    row_kq_ptr = kq_ptr + ((b * HV + h if PER_CHANNEL else b * HK + m) * (2 * T) + line[:, None]) * K
+    row_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + line) * WIDTH
+    v_at = v_ptr + b * v_stride_b + t[:, None] * v_stride_t + h * v_stride_h + v[None, :]
+    new_v = tl.load(v_at, mask=(is_k & real)[:, None] & v_ok[None, :], other=0.0)
+    decay = tl.load(row_scores_ptr + SLOTS, mask=real, other=0.0)
 
-    # Of the buffer first, if it is one block: on its way while the state is read, piece after piece, all of them under
-    # way into shared memory before the first product.
-    from_state = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
-    from_buffer = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
-    j = tl.arange(0, BLOCK_J)
-    if SLOTS <= BLOCK_J:
-        old_u = _buffered_u(j, start, first, u_row_ptr, v_ok, V, SLOTS)
-        scores = tl.load(row_scores_ptr + j[None, :], mask=row_ok[:, None] & (j < start)[None, :], other=0.0)
+    # The state goes piece after piece, all of them under way into shared memory before the first product.
+    found = tl.zeros((2 * BLOCK_T, BLOCK_V), tl.float32)
     for piece in tl.range(0, PIECES, num_stages=PIECES + 1):
         c = piece * ROWS + tl.arange(0, ROWS)
         ok = (c < K)[:, None] & v_ok[None, :]
         state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0, eviction_policy=EVICT)
-        kq = tl.load(row_kq_ptr + c[None, :], mask=row_ok[:, None] & (c < K)[None, :], other=0.0)
+        kq = tl.load(row_kq_ptr + c[None, :], mask=(t < T)[:, None] & (c < K)[None, :], other=0.0)
         if scale_ptr is not None:  # 8 bits are exact in bfloat16
             state = as_float32(state).to(tl.bfloat16)
-        from_state = _dot(kq, state, from_state)
+        found = dot_float32(kq, state, found)
     if scale_ptr is not None:
-        from_state *= scale[None, :]
-    if SLOTS <= BLOCK_J:
-        from_buffer = _dot(scores, old_u, from_buffer)
-    else:
-        for block in range((start + BLOCK_J - 1) // BLOCK_J):
-            place = block * BLOCK_J + j
-            old_u = _buffered_u(place, start, first, u_row_ptr, v_ok, V, SLOTS)
-            scores_ok = row_ok[:, None] & (place < start)[None, :]
-            scores = tl.load(row_scores_ptr + place[None, :], mask=scores_ok, other=0.0)
-            from_buffer = _dot(scores, old_u, from_buffer)
-    decay = tl.load(first_scores_ptr + row * WIDTH + SLOTS, mask=row_ok, other=0.0)
-    both = tl.reshape(from_state * decay[:, None] + from_buffer, (BLOCK_T, 2, BLOCK_V))
-    for_k, y = tl.split(tl.permute(both, (0, 2, 1)))  # (T, BLOCK_V)
+        found *= scale[None, :]
+    found *= decay[:, None]
+    for block in tl.range(0, (start + BLOCK_J - 1) // BLOCK_J, num_stages=1):
+        place = block * BLOCK_J + tl.arange(0, BLOCK_J)
+        old_u = _buffered_u(place, start, first, u_row_ptr, v_ok, V, SLOTS)
+        scores_ok = real[:, None] & (place < start)[None, :]
+        scores = tl.load(row_scores_ptr[:, None] + place[None, :], mask=scores_ok, other=0.0)
+        found = dot_float32(scores, old_u, found)
 
-    # u_t = beta_t (v_t - ... - sum_{i<t} (scores of k_t)_i u_i), from the first of the new tokens to the last.
-    token = tl.arange(0, BLOCK_T)
-    t = t0 + token
-    real = t < count
-    at = v_ptr + b * v_stride_b + t[:, None] * v_stride_t + h * v_stride_h + v[None, :]
-    new_v = tl.load(at, mask=real[:, None] & v_ok[None, :], other=0.0).to(tl.float32)
-    beta_at = beta_ptr + b * beta_stride_b + t * beta_stride_t + h * beta_stride_h
-    beta = tl.load(beta_at, mask=real, other=0.0).to(tl.float32)
-    u = beta[:, None] * (new_v - for_k)
-    token_scores_ptr = scores_ptr + ((b * HV + h) * (2 * T) + 2 * t[:, None]) * WIDTH + start + token[None, :]
-    visible = real[:, None] & (token[None, :] <= token[:, None])
-    by_k = tl.load(token_scores_ptr, mask=visible & (token[None, :] < token[:, None]), other=0.0) * beta[:, None]
-    by_q = tl.load(token_scores_ptr + WIDTH, mask=visible, other=0.0)
-    for i in range(tl.minimum(tl.maximum(count - t0, 0), BLOCK_T)):
-        this = token == i
-        u_i = tl.sum(tl.where(this[:, None], u, 0.0), axis=0)
-        u -= tl.sum(tl.where(this[None, :], by_k, 0.0), axis=1)[:, None] * u_i[None, :]
-        y += tl.sum(tl.where(this[None, :], by_q, 0.0), axis=1)[:, None] * u_i[None, :]
+    # u_t = beta_t (v_t - ... - sum_{i<t} (scores of k_t)_i u_i) in the rows of k, y_t in those of q: each new token,
+    # from the first to the last, is added to the rows behind it.
+    found = tl.where(is_k[:, None], beta[:, None] * (new_v.to(tl.float32) - found), found)
+    factor = tl.where(is_k, -beta, 1.0)
+    behind = tl.where(is_k, token, token + 1)  # tokens before this one are seen by the row
+    for i in tl.range(0, tl.minimum(tl.maximum(count - t0, 0), BLOCK_T), num_stages=1):
+        score = tl.load(row_scores_ptr + start + i, mask=real & (i < behind), other=0.0) * factor
+        u_i = tl.sum(tl.where((row == i)[:, None], found, 0.0), axis=0)
+        found += score[:, None] * u_i[None, :]
     slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
-    tl.store(u_row_ptr[None, :] + slot[:, None] * V, u, mask=real[:, None] & v_ok[None, :])
+    tl.store(u_row_ptr[None, :] + slot[:, None] * V, found, mask=(is_k & real)[:, None] & v_ok[None, :])
     tl.store(
         y_ptr + (b * (T * HV) + h) * V + t[:, None] * (HV * V) + v[None, :],
-        y.to(y_ptr.dtype.element_ty),
-        mask=(t < T)[:, None] & v_ok[None, :],
+        found.to(y_ptr.dtype.element_ty),
+        mask=((row >= BLOCK_T) & (t < T))[:, None] & v_ok[None, :],
     )
     if FLUSH:
         if fold > 0:
@@ -918,141 +930,6 @@ def _window_kernel(
             _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
                   b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
                   ROWS)  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["batch", "T", "seed"])
-def _short_window_kernel(
-    positions_ptr,
-    v_ptr,  # (batch, T, value head, V)
-    beta_ptr,  # (batch, T, value head)
-    k_buffer_ptr,
-    u_buffer_ptr,
-    g_buffer_ptr,
-    kq_ptr,  # what _append_kernel has found
-    scores_ptr,
-    checkpoint_ptr,
-    y_ptr,  # (batch, T, value head, V)
-    batch,
-    v_stride_b, v_stride_t, v_stride_h,
-    beta_stride_b, beta_stride_t, beta_stride_h,
-    T,
-    scale_ptr,
-    seed,
-    HK: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_J: tl.constexpr,
-    EVICT: tl.constexpr,
-    WAITS: tl.constexpr,  # for the launch before, which it overlaps with
-):  # fmt: skip
-    """
-    KDA, a window of few tokens, one tile: BLOCK_V columns of the state of one head, in registers, where a flush finds
-    them. The tokens are multiplied by it one after the other: six products of terms of 16 bits, which matrix units want
-    of decayed keys and a float32 state, take longer.
-    """
-    b, h, m, v = _tile(tl.program_id(0), HV, HK, V, BLOCK_V)
-    v_ok = v < V
-    c = tl.max_contiguous(tl.arange(0, BLOCK_K), 4)  # a warp has whole keys
-    # The state first: what follows, and the launch before, go on while it is under way.
-    head_state_ptr = checkpoint_ptr + (b * HV + h) * (K * V)
-    at = head_state_ptr + c[:, None] * V + v[None, :]
-    state = tl.load(at, mask=(c < K)[:, None] & v_ok[None, :], other=0.0, eviction_policy=EVICT)
-    scale = load_scale(scale_ptr, b * HV + h, v, V)
-    first, held, count, fold = row_positions(positions_ptr, b, batch, SLOTS)
-    count = tl.minimum(count, T)
-    j = tl.arange(0, BLOCK_J)
-    k_row_ptr = k_buffer_ptr + (b * HK + m) * (SLOTS * K)
-    u_row_ptr = u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v
-    g_row_ptr = g_buffer_ptr + (b * HV + h) * (SLOTS * K)
-    if SLOTS <= BLOCK_J:
-        held_u = _buffered_u(j, held, first, u_row_ptr, v_ok, V, SLOTS)
-    token = tl.arange(0, BLOCK_T)
-    head_kq_ptr = kq_ptr + (b * HV + h) * (2 * T * K)
-    head_scores_ptr = scores_ptr + (b * HV + h) * (2 * T * (SLOTS + 1))
-    head_v_ptr = v_ptr + b * v_stride_b + h * v_stride_h + v
-    head_beta_ptr = beta_ptr + b * beta_stride_b + h * beta_stride_h
-    y_at = y_ptr + (b * (T * HV) + h) * V + v
-    if WAITS:
-        wait_for_previous()  # for kq, scores and v
-    wide = as_float32(state)
-    us = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
-    k, q, old_k, old_q, new_k, new_q, own = _found(0, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS)
-    u = tl.load(head_v_ptr, mask=v_ok, other=0.0)
-    beta = tl.load(head_beta_ptr)
-    for t in range(count):
-        # What the next token needs is under way while this one is multiplied.
-        later = tl.minimum(t + 1, count - 1)
-        next_k, next_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own = _found(
-            later, held, c, j, token, head_kq_ptr, head_scores_ptr, K, SLOTS
-        )
-        next_u = tl.load(head_v_ptr + later * v_stride_t, mask=v_ok, other=0.0)
-        next_beta = tl.load(head_beta_ptr + later * beta_stride_t)
-
-        for_k = _sum_far_rows(wide * k[:, None])
-        for_q = _sum_far_rows(wide * q[:, None])
-        if scale_ptr is not None:
-            for_k *= scale[None, :]
-            for_q *= scale[None, :]
-        if SLOTS <= BLOCK_J:
-            for_k += _sum_far_rows(held_u * old_k[:, None])
-            for_q += _sum_far_rows(held_u * old_q[:, None])
-        else:
-            row_scores_ptr = head_scores_ptr + 2 * t * (SLOTS + 1)
-            for block in range((held + BLOCK_J - 1) // BLOCK_J):
-                place = block * BLOCK_J + j
-                some_u = _buffered_u(place, held, first, u_row_ptr, v_ok, V, SLOTS)
-                some_k = tl.load(row_scores_ptr + place, mask=place < held, other=0.0)
-                some_q = tl.load(row_scores_ptr + SLOTS + 1 + place, mask=place < held, other=0.0)
-                for_k += _sum_far_rows(some_u * some_k[:, None])
-                for_q += _sum_far_rows(some_u * some_q[:, None])
-        for_k += _sum_far_rows(us * new_k[:, None])
-        for_q += _sum_far_rows(us * new_q[:, None])
-        for_k, for_q = _sum_rows(for_k, for_q)
-        u = beta.to(tl.float32) * (u.to(tl.float32) - for_k)
-        y = for_q + own * u
-        us = tl.where((token == t)[:, None], u[None, :], us)
-        tl.store(u_row_ptr + ring_slot(first, held + t, SLOTS) * V, u, mask=v_ok)
-        tl.store(y_at + t * (HV * V), y.to(y_ptr.dtype.element_ty), mask=v_ok)
-        k, q, old_k, old_q, new_k, new_q, own = next_k, next_q, next_old_k, next_old_q, next_new_k, next_new_q, next_own
-        u, beta = next_u, next_beta
-    if fold > 0:
-        tl.debug_barrier()  # tokens of this window may be folded, too
-        first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
-        folded = _folded_in_registers(_scaled(state, scale, scale_ptr), c, fold, first, v_ok, k_row_ptr, u_row_ptr,
-                                      g_row_ptr, K, V, SLOTS)  # fmt: skip
-        _store_columns(head_state_ptr, folded, c, v, scale_ptr, b * HV + h, h, seed, first_key, second_key, K,
-                       V)  # fmt: skip
-
-
-@triton.jit
-def _found(t, held, c, j, token, head_kq_ptr, head_scores_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
-    """
-    What `_append_kernel` has found for new token t, each time for k and for q: what to multiply the state by
-    (BLOCK_K,), and scores with the places held (J,), if they are one block, and the new ones before it (T,); and the
-    score of q with the token itself.
-    """
-    WIDTH: tl.constexpr = SLOTS + 1
-    k_at = head_kq_ptr + 2 * t * K + c
-    row_ptr = head_scores_ptr + 2 * t * WIDTH
-    k, q = tl.load(k_at, mask=c < K, other=0.0), tl.load(k_at + K, mask=c < K, other=0.0)
-    old_k = tl.load(row_ptr + j, mask=j < held, other=0.0)
-    old_q = tl.load(row_ptr + WIDTH + j, mask=j < held, other=0.0)
-    new_ptr = row_ptr + held + token
-    new_k = tl.load(new_ptr, mask=token < t, other=0.0)
-    new_q = tl.load(new_ptr + WIDTH, mask=token < t, other=0.0)
-    own = tl.load(row_ptr + WIDTH + held + t)
-    return k, q, old_k, old_q, new_k, new_q, own
-
-
-@triton.jit
-def _sum_far_rows(x):
-    """(R, V) -> (4, V): sums of every fourth row, which are a thread's own where a warp has 4 rows."""
-    return tl.sum(tl.reshape(x, (x.shape[0] // 4, 4, x.shape[1])), axis=0)
 
 
 @triton.jit(do_not_specialize=["batch", "seed"])

@@ -16,9 +16,10 @@ import torch
 
 from ._configs import Config, Tile, fit
 from ._conv import PIECE, Convolution, check_conv
-from ._gated_delta_kernels import _append_kernel, _fold_kernel, _short_window_kernel, _step_kernel, _window_kernel
+from ._gated_delta_kernels import _append_kernel, _fold_kernel, _step_kernel, _window_kernel
 from ._launch import (
     as_int32,
+    can_limit_registers,
     cdiv,
     check,
     check_checkpoint,
@@ -181,20 +182,21 @@ def _check_gates(g, beta, tokens, g_buffer, checkpoint) -> None:
 # time; with `state` "keep" a flush does not read the state again.
 
 OVERRIDE: Config | None = None  # for tuning
-SHORT = 8  # tokens of a window of KDA that are multiplied by the state one after the other, at most
 
 
 @functools.cache
-def _config(heads: int, key_dim: int, value_dim: int, tokens: int, per_channel: bool, scaled: bool) -> Config:
+def _config(
+    heads: int, key_dim: int, value_dim: int, slots: int, tokens: int, per_channel: bool, scaled: bool
+) -> Config:
     """`heads`: of the whole batch. (From `benchmark_gated_delta.py --tune` on an H200.)"""
     small = heads < 16384  # else nothing is gained by an early start
     append_warps = 2 if heads < 1024 else 1
     evict = "evict_first" if heads < (2048 if per_channel else 16384) else ""
-    if tokens > 1 and per_channel:
-        tile = Tile(32, 1, 32, evict, slots=32) if tokens <= SHORT else Tile(64, 4, 32, slots=32)
-    elif tokens > 1:
-        tile = Tile(32, 1, 32, slots=32) if heads < 1024 else Tile(64, 2, 32, slots=32)
-        append_warps = 4 if heads < 1024 else 2
+    if tokens > 1:
+        # (With a longer buffer a flush goes through it again for each piece of the state, and wants more registers.)
+        registers = 128 if slots > 32 and not per_channel else 0
+        tile = Tile(64, 4 if heads < 1024 else 2, 32, slots=32, registers=registers)
+        append_warps = 2 if heads < 2048 else 1
     elif per_channel:
         tile = Tile(32, 1, 32, evict, state="keep")
     elif heads < 2048:
@@ -277,7 +279,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
     per_channel = g_buffer.dim() == 4
     if per_channel:
         g = rows_contiguous(g)
-    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, tokens, per_channel, scale is not None)
+    config = OVERRIDE or _config(batch * heads, key_dim, value_dim, slots, tokens, per_channel, scale is not None)
     if conv:
         v = q.new_empty((batch, tokens, heads, value_dim))  # behind the convolution
     ring, taps = (conv.ring.shape[1], conv.weight.shape[1]) if conv else (1, 1)
@@ -311,13 +313,17 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
         # (With a decay of each channel all sums over tokens are within a thread, if a warp has whole rows.)
         block_j = 4 if per_channel and tokens == 1 else 16
         append_warps = 1 if per_channel else config.append_warps
+        # (A window of KDA has few operations for each number: more programs at a time are worth a few spilled numbers.)
+        limited = {}
+        if per_channel and 1 < block_t <= 8 and conv is None and can_limit_registers(checkpoint.device):
+            limited["maxnreg"] = 128
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
             _append_kernel[grid](
                 positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides,
                 *k_strides, *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
                 ring < taps - 1 + tokens, block_t, block_k, block_j, next_power_of_2(heads // key_heads), block_c,
-                overlaps, num_warps=append_warps,
+                overlaps, num_warps=append_warps, **limited,
             )  # fmt: skip
             if tokens == 1:
                 _step_kernel[tiles](
@@ -326,17 +332,11 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
                     config.tile.state == "stream", config.tile.state == "keep",
                     **launch_options(config.tile, y.device, overlaps),
                 )  # fmt: skip
-            elif per_channel and tokens <= SHORT:
-                _short_window_kernel[tiles](
-                    positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
-                    *beta_strides, tokens, *storage, *sizes[:-1], block_t, *how[:3], config.tile.evict, overlaps,
-                    **launch_options(config.tile, y.device, overlaps),
-                )  # fmt: skip
             else:
                 _window_kernel[tiles](
                     positions, v, beta, k_buffer, u_buffer, g_buffer, kq, scores, checkpoint, y, batch, *v_strides,
                     *beta_strides, tokens, t0, *storage, *sizes, block_t, *how, config.tile.evict, overlaps,
-                    tokens <= block_t,
+                    can_overlap(checkpoint.device), tokens <= block_t,
                     **launch_options(config.tile, y.device, overlaps),
                 )  # fmt: skip
         if tokens > block_t:
