@@ -608,7 +608,7 @@ def _step_kernel(
         else:
             _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
                   b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
-                  ROWS)  # fmt: skip
+                  ROWS, 3)  # fmt: skip
 
 
 @triton.jit
@@ -689,6 +689,7 @@ def _fold(
     BLOCK_K: tl.constexpr,
     BLOCK_J: tl.constexpr,
     ROWS: tl.constexpr,
+    STAGES: tl.constexpr,  # pieces of rows under way and the one in use
 ):
     """
     Stores the state after the `count` oldest places of the buffer, columns v of it, ROWS rows at a time; the next are
@@ -705,7 +706,7 @@ def _fold(
     inverse = tl.full((BLOCK_V,), 1.0, tl.float32)
     for turn in tl.static_range(TURNS):
         greatest = tl.zeros((BLOCK_V,), tl.int32)
-        for piece in tl.range(0, PIECES, num_stages=2):
+        for piece in tl.range(0, PIECES, num_stages=STAGES):
             c = piece * ROWS + tl.arange(0, ROWS)
             ok = (c < K)[:, None] & v_ok[None, :]
             state = tl.load(head_state_ptr + c[:, None] * V + v[None, :], mask=ok, other=0.0)
@@ -927,9 +928,10 @@ def _window_kernel(
         if fold > 0:
             tl.debug_barrier()  # tokens of this window may be folded, too
             first_key, second_key = random_keys(seed, positions_ptr, b, batch, fold)
+            # (A third stage would take more shared memory than all that comes before.)
             _fold(head_state_ptr, head_state_ptr, k_row_ptr, u_row_ptr, g_row_ptr, fold, first, v, scale, scale_ptr,
                   b * HV + h, h, seed, first_key, second_key, K, V, SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J,
-                  ROWS)  # fmt: skip
+                  ROWS, 2)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch", "seed"])
@@ -966,5 +968,5 @@ def _fold_kernel(
             u_buffer_ptr + (b * HV + h) * (SLOTS * V) + v,
             g_buffer_ptr + (b * HV + h) * (SLOTS * (K if PER_CHANNEL else 1)), fold, tl.load(positions_ptr + batch + b),
             v, load_scale(scale_ptr, b * HV + h, v, V), scale_ptr, b * HV + h, h, seed, first_key, second_key, K, V,
-            SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS,
+            SLOTS, PER_CHANNEL, BLOCK_V, BLOCK_K, BLOCK_J, ROWS, 3,
         )  # fmt: skip
