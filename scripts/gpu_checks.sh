@@ -38,7 +38,7 @@ tests() {
 SANITIZED=(
     "test_dtypes and bfloat16" "test_dtypes and float32" "test_every_kind and bfloat16" "test_every_kind and float32"
     "test_a_flush_alone or permuted or rows_do_not or all_phases" "test_variants" "test_token_by_token"
-    "test_sizes and bfloat16" "test_layouts"
+    "test_sizes and Granite" "test_layouts" "test_8_bits and not models"
 )
 sanitizer() {
     local files=(tests/kernels/test_{mamba2,mamba1,gated_delta,causal_conv,rms_norm}.py)
