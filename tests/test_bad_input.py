@@ -573,3 +573,36 @@ def test_upstreams_doors_into_a_layer_are_closed(family: str):
     assert_unchanged(before, made.cache)
     assert family_of(family) == family
     made.verify()
+
+
+# ------------------------------------------------------------------------------------------------ generate
+@pytest.mark.parametrize("implementation", ["replayssm", "replayssm_static"])
+@pytest.mark.parametrize("given", ["int8", [("checkpoint_dtype", "int8")], {1: 2}], ids=repr)
+def test_a_cache_config_is_a_dictionary(implementation, given):
+    with pytest.raises(ValueError, match="`cache_config` is a dictionary"):
+        enabled_model("bamba").generate(
+            random_ids(1, 4), max_new_tokens=2, cache_implementation=implementation, cache_config=given
+        )
+
+
+@pytest.mark.parametrize("name", ["bamba", "mamba", "zamba2"])  # the cache is of a model with attention in all layers
+def test_generate_refuses_a_static_cache_of_another_model(name):
+    cache = hf_replayssm.StaticReplayCache(config=enabled_model("falcon_h1").config, max_cache_len=20)
+    with pytest.raises(ValueError, match="another model"):
+        enabled_model(name).generate(random_ids(1, 4), max_new_tokens=2, cache=cache)
+    assert not cache.is_allocated
+    enabled_model("falcon_h1").generate(random_ids(1, 4), max_new_tokens=2, cache=cache)
+
+
+@pytest.mark.parametrize("implementation", ["replayssm", "replayssm_static"])
+def test_embeddings_are_not_cut_into_chunks(implementation):
+    """Upstream cuts the ids and feeds all embeddings with every chunk."""
+    model, ids = enabled_model("mamba2"), random_ids(2, 7)
+    options = {
+        "inputs_embeds": model.get_input_embeddings()(ids),
+        "max_new_tokens": 3,
+        "cache_implementation": implementation,
+    }
+    with pytest.raises(ValueError, match="prefill_chunk_size"):
+        model.generate(ids, prefill_chunk_size=5, **options)
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, max_new_tokens=3))

@@ -43,7 +43,8 @@ class ReplayConfig:
             How a flush rounds the state to `checkpoint_dtype`: `"nearest"`, or `"stochastic"`, up or down at random, so
             that it is right on average.
         seed (`int`, defaults to 0):
-            Of stochastic rounding. The same seed gives the same rounding, whatever else is in the batch.
+            Of stochastic rounding. The same seed gives the same random bits, whatever else is in the batch. (When the
+            state is rounded may depend on it: in the plain variant rows flush together.)
         backend (`str`, defaults to `"auto"`):
             `"triton"`, `"torch"` (the reference, any device), or `"auto"`: Triton where the tensors' device has it.
         time_step_limit (`tuple[float, float]`, *optional*):

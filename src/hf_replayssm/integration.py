@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -311,6 +311,11 @@ class ReplayGeneration(ReplacedClass):
         given = generation_config.cache_config or {}
         if isinstance(given, ReplayConfig):
             return given
+        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+            raise ValueError(
+                "`cache_config` is a dictionary of fields of `ReplayConfig`, such as {'checkpoint_dtype': 'int8'}, or "
+                f"a `ReplayConfig`, not {given!r}."
+            )
         return getattr(self, "_replay_config", ReplayConfig()).replace(**given)
 
     def _prepare_cache_for_generation(
@@ -336,6 +341,10 @@ class ReplayGeneration(ReplacedClass):
             )
         refuse_short_static_cache(cache, max_cache_length)
         if isinstance(cache, ReplayCache):
+            if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+                raise ValueError(  # upstream would feed all embeddings again with every chunk of `input_ids`
+                    "`prefill_chunk_size` cuts `input_ids` and leaves `inputs_embeds` whole: leave one of them out."
+                )
             if not generation_config.is_assistant:  # whose masks are guesses, from drafts that may be pad ids
                 _refuse_right_padding(model_kwargs.get("attention_mask"))
             cache.record_past = assisted or bool(generation_config.is_assistant)
@@ -414,6 +423,7 @@ class ReplayGeneration(ReplacedClass):
             embeds = kwargs.get("inputs_embeds") if first_round else None
             inputs = input_ids.to(self.device) if embeds is None else embeds
             backbone = next(module for module in self.modules() if isinstance(module, ReplayBackbone))
+            backbone.check_model(cache)
             key_shape = self._get_static_cache_init_shape() if cache.has_attention else None
             backbone.allocate(cache, inputs, key_shape)
 

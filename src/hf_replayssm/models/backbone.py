@@ -87,6 +87,14 @@ class ReplayBackbone(ReplacedClass):
             raise
         return outputs
 
+    def check_model(self, cache: ReplayCache) -> None:
+        """Raises `ValueError` for a cache of another model."""
+        if cache.signature.text != self._replay_signature.text:
+            raise ValueError(
+                f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
+                f"({self._replay_signature}). Build it with `ReplayCache(config=model.config)`."
+            )
+
     def _check(
         self,
         cache: ReplayCache,
@@ -96,11 +104,7 @@ class ReplayBackbone(ReplacedClass):
     ) -> None:
         """Raises `ValueError` for what replay cannot do, before anything is changed."""
         tokens = inputs.shape[1]
-        if cache.signature.text != self._replay_signature.text:
-            raise ValueError(
-                f"This ReplayCache was built for another model ({cache.signature}) than the one it is used with "
-                f"({self._replay_signature}). Build it with `ReplayCache(config=model.config)`."
-            )
+        self.check_model(cache)
         if self.training and torch.is_grad_enabled():
             raise ValueError(
                 "Training through a ReplayCache is not possible: its buffers carry no gradients. Train without a cache "
