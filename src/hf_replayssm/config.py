@@ -85,7 +85,7 @@ class ReplayConfig:
         if self.rounding == "stochastic" and self.checkpoint_dtype in (torch.float32, torch.float64):
             raise ValueError(
                 "`rounding='stochastic'` has nothing to round in a float32 checkpoint: choose a smaller "
-                "`checkpoint_dtype`, or leave it out."
+                "`checkpoint_dtype`, or `rounding='nearest'`."
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"`seed` is an integer from 0 to 2^32 - 1, not {self.seed!r}.")
