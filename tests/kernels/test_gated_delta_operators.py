@@ -298,7 +298,7 @@ def compile_decode(tokens=1, dtype=BF16, checkpoint_dtype=F32, shape=(2, 4, 2, 1
         {},
         {"tokens": 5},
         pytest.param({"tokens": 8, "shape": (2, 2, 1, 256, 64, 40), "checkpoint_dtype": BF16}, marks=pytest.mark.slow),
-        {"tokens": 12},
+        pytest.param({"tokens": 12}, marks=pytest.mark.slow),
         pytest.param({"tokens": 20, "shape": (2, 2, 1, 96, 192, 51), "checkpoint_dtype": BF16}, marks=pytest.mark.slow),
         {"dtype": F16, "shape": (2, 2, 2, 256, 64, 20), "checkpoint_dtype": F16},
         {"dtype": F32, "shape": (2, 3, 1, 64, 128, 40)},
