@@ -120,6 +120,21 @@ def test_compiles_for_any_number_of_rows_and_tokens(device):
 
 @needs
 @RULES
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_draft_that_is_not_finite_leaves_those_before_it(name, kda, device):
+    """So that it can be taken back: the u of the others stay in the buffer."""
+    a = arguments(device, (2, 4, 2, 16, 32, 8), 4, kda=kda)
+    b = copy(a)
+    b[name][:, -1] = float("nan")
+    expected, got = step(a)[:, :-1], step(b)[:, :-1]
+    assert same_bits(expected, got)
+    first, held = (int(a["positions"][i, 0]) for i in (kernels.FIRST, kernels.HELD))
+    before = [(first + held + t) % 8 for t in range(3)]
+    assert same_bits(a["u_buffer"][:1, :, before], b["u_buffer"][:1, :, before])
+
+
+@needs
+@RULES
 @pytest.mark.parametrize("tokens", [1, 2, 11])
 def test_a_count_that_is_too_large_is_the_number_of_tokens(tokens, kda, device):
     """Nothing is read or written behind the new tokens, though the buffer has room for more."""

@@ -60,9 +60,8 @@ def _inverse_length(squares):
 
 @triton.jit
 def _decay(exponent):
-    return tl.exp2(
-        tl.minimum(exponent, 0.0) * LOG2_E
-    )  # (exp would see to results below 2^-126, at twice the operations)
+    # (exp would see to results below 2^-126, at twice the operations.)
+    return tl.exp2(tl.minimum(exponent, 0.0) * LOG2_E)
 
 
 @triton.jit
@@ -914,9 +913,11 @@ def _window_kernel(
     factor = tl.where(is_k, -beta, 1.0)
     behind = tl.where(is_k, token, token + 1)  # tokens before this one are seen by the row
     for i in tl.range(0, tl.minimum(tl.maximum(count - t0, 0), BLOCK_T), num_stages=1):
-        score = tl.load(row_scores_ptr + start + i, mask=real & (i < behind), other=0.0) * factor
+        sees = real & (i < behind)
+        score = tl.load(row_scores_ptr + start + i, mask=sees, other=0.0) * factor
         u_i = tl.sum(tl.where((row == i)[:, None], found, 0.0), axis=0)
-        found += score[:, None] * u_i[None, :]
+        # (A draft that is not finite leaves those before it as they are.)
+        found = tl.where(sees[:, None], found + score[:, None] * u_i[None, :], found)
     slot = ring_slot(first, tl.where(real, held + t, 0), SLOTS)
     tl.store(u_row_ptr[None, :] + slot[:, None] * V, found, mask=(is_k & real)[:, None] & v_ok[None, :])
     tl.store(
