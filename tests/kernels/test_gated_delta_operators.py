@@ -120,12 +120,12 @@ def test_compiles_for_any_number_of_rows_and_tokens(device):
 
 @needs
 @RULES
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_draft_that_is_not_finite_leaves_those_before_it(name, kda, device):
+@pytest.mark.parametrize(("name", "value"), [*((name, float("nan")) for name in "qkv"), ("g", float("-inf"))])
+def test_a_draft_that_is_not_finite_leaves_those_before_it(name, value, kda, device):
     """So that it can be taken back: the u of the others stay in the buffer."""
     a = arguments(device, (2, 4, 2, 16, 32, 8), 4, kda=kda)
     b = copy(a)
-    b[name][:, -1] = float("nan")
+    b[name][:, -1] = value
     expected, got = step(a)[:, :-1], step(b)[:, :-1]
     assert same_bits(expected, got)
     first, held = (int(a["positions"][i, 0]) for i in (kernels.FIRST, kernels.HELD))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -343,3 +345,37 @@ def test_thousands_of_steps_do_not_drift(steps, rule):
     assert ours < 1e-6
     assert ours <= error(classic)
     assert run(torch.bfloat16) > 100 * ours
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_large_decay_does_not_blur_the_small_ones_before_it(rule):
+    """Within a window, too: a draft that forgets everything changes nothing of what those before it remember."""
+    q, k, v, beta, g, S = random_layer((2, 1, 8, 8), 12, rule)
+    g = g * 1e-3
+    g[:, :, 11] = -3e4
+    _, outputs, us = recurrence(q, k, v, beta, g, S)
+    for where in ((6, 12), (torch.full((3,), 6), torch.full((3,), 12))):
+        y, u = gated_delta.replay(*turned(*(x[:, :, 6:] for x in (q, v, beta))), k, us.float(), g, S, *where)
+        close(y, outputs[:, :, 6:].transpose(1, 2), 1e-6)
+        close(u, us[:, :, 6:].transpose(1, 2), 1e-6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(("name", "value"), [("q", math.nan), ("k", math.nan), ("v", math.inf), ("g", -math.inf)])
+def test_a_draft_that_is_not_finite_leaves_those_before_it(rule, name, value):
+    """So that it can be taken back. Those behind it get it, as in the recurrence."""
+    whole = dict(zip("q k v beta g S".split(), random_layer((4, 2, 8, 12), 12, rule)))
+    broken = {key: tensor.clone() for key, tensor in whole.items()}
+    broken[name][:, :, 8] = value
+    _, _, us = recurrence(*whole.values())
+    for where in ((6, 12), (torch.full((3,), 6), torch.full((3,), 12))):
+        (y, u), (broken_y, broken_u) = (
+            gated_delta.replay(
+                *turned(*(all_[key][:, :, 6:] for key in ("q", "v", "beta"))), all_["k"], us.float(), all_["g"],
+                all_["S"], *where,
+            )
+            for all_ in (whole, broken)
+        )  # fmt: skip
+        assert torch.equal(y[:, :2], broken_y[:, :2]) and torch.equal(u[:, :2], broken_u[:, :2])
+        assert broken_y[:, 2].isfinite().all() == (name == "g")
+        assert broken_y[:, 3:].isfinite().all() == (name in "qg")

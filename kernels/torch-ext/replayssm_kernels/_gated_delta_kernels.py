@@ -38,7 +38,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import dot_float32
+from ._arithmetic import dot_float32, dot_float32_by_16bit
 from ._conv import convolve, record
 from ._overlap import may_start_next, prefetch, wait_for_previous
 from ._positions import ring_slot, row_positions
@@ -333,11 +333,11 @@ def _append_kernel(
         oldest_ptr = g_buffer_ptr + (b * HV + h) * SLOTS + first
         oldest_g = tl.load(oldest_ptr, mask=r < tl.where(before > 0, PER_KEY_HEAD, 0), other=0.0)
         tl.store(row_g_ptr + slot[None, :], g, mask=r_ok[:, None] & real[None, :])
-        # Of every token, what decays behind it in this launch.
-        after = real & (token + 1 < BLOCK_T) & (t + 1 < count)
-        behind = tl.load(at + g_stride_t, mask=r_ok[:, None] & after[None, :], other=0.0).to(tl.float32)
-        behind = tl.cumsum(behind, axis=1, reverse=True)
-        now = tl.reshape(tl.join(behind, behind), (BLOCK_R, 2 * BLOCK_T))
+        # What decays from each token to each one behind it. (Later ones have no part in the sum, whatever their g is.)
+        next_ok = r_ok[:, None] & (real & (token + 1 < BLOCK_T) & (t + 1 < count))[None, :]
+        behind = tl.load(at + g_stride_t, mask=next_ok, other=0.0).to(tl.float32)
+        before_t = token[None, None, :] < token[None, :, None]  # (1, T, T): the later one, the earlier one
+        between = _decay(tl.cumsum(tl.where(before_t, behind[:, None, :], 0.0), axis=2, reverse=True))
 
         kq = _interleave(k, q, BLOCK_T, BLOCK_K)
         scale = tl.reshape(tl.join(k_scale, q_scale), (2 * BLOCK_T,))
@@ -353,10 +353,10 @@ def _append_kernel(
         # The new tokens among themselves. (Of those behind a token nothing is read.)
         among = _products(kq, wide_k, k, BLOCK_T) * scale[:, None] * k_scale[None, :]  # (2 T, T)
         seen_by = (row[:, None] // 2 >= token[None, :]) & real[None, :]
-        between = tl.where(seen_by[None, :, :], behind[:, None, :] - now[:, :, None], float("-inf"))
+        between = tl.permute(tl.join(between, between), (0, 1, 3, 2))  # (R, T, 2, T): for k and for q
         tl.store(
             row_scores_ptr[:, :, None] + (held + t)[None, None, :],
-            among[None, :, :] * _decay(between),
+            among[None, :, :] * tl.reshape(between, (BLOCK_R, 2 * BLOCK_T, BLOCK_T)),
             mask=scores_ok[:, :, None] & seen_by[None, :, :],
         )
         # With those before them: what decays in between is split at their border, and both factors are at most 1.
@@ -728,7 +728,7 @@ def _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, 
     `_weighted_u` for all places, where BLOCK_J spans the buffer.
     """
     j = tl.arange(0, BLOCK_J)
-    inputs = tl.zeros((ROWS, BLOCK_V), tl.float32)
+    inputs = tl.zeros((BLOCK_V, ROWS), tl.float32)
     time = tl.zeros((ROWS,), tl.float32)
     if SLOTS <= BLOCK_J:
         inputs, time = _add_inputs(inputs, time, count - 1 - j, count, first, c, u, weight, k_row_ptr, g_row_ptr, K,
@@ -743,6 +743,7 @@ def _folded(state, c, count, first, u, weight, elapsed, v_ok, scale, scale_ptr, 
                                                         g_row_ptr, K, V, SLOTS, PER_CHANNEL, BLOCK_K)  # fmt: skip
             inputs, time = _add_inputs(inputs, time, place, count, first, c, block_u, block_weight, k_row_ptr,
                                        g_row_ptr, K, SLOTS, PER_CHANNEL)  # fmt: skip
+    inputs = tl.trans(inputs)
     if PER_CHANNEL:
         decay = _decay(time + tl.load(g_row_ptr + first * K + c, mask=c < tl.where(count > 0, K, 0), other=0.0))
         folded = decay[:, None] * _scaled(state, scale, scale_ptr) + inputs
@@ -771,18 +772,21 @@ def _weighted_u(place, count, first, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_
 @triton.jit
 def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K: tl.constexpr,
                 SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr):  # fmt: skip
-    """`inputs` (ROWS, BLOCK_V) and, for KDA, `time` (ROWS,) with the tokens at some places: rows c of k u^T."""
+    """`inputs` (BLOCK_V, ROWS) and, for KDA, `time` (ROWS,) with the tokens at some places: rows c of k u^T."""
     used = (place >= 0) & (place < count)
     slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-    k = tl.load(k_row_ptr + slot[None, :] * K + c[:, None], mask=used[None, :] & (c < K)[:, None], other=0.0)
-    weighted = u * weight[:, None]
+    k = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & (c < K)[None, :], other=0.0)
+    # (In this order what is split into terms is u, which is the same for all rows.)
+    weighted = tl.trans(u * weight[:, None])
     if PER_CHANNEL:
-        behind = tl.trans(_next_g_channels(place, count, first, c, g_row_ptr, K, SLOTS))  # (ROWS, J)
-        decayed = k.to(tl.float32) * _decay(tl.cumsum(behind, axis=1) + time[:, None])
-        inputs = dot_float32(decayed, weighted, inputs)
-        time += tl.sum(behind, axis=1)
+        behind = _next_g_channels(place, count, first, c, g_row_ptr, K, SLOTS)  # (J, ROWS)
+        decayed = k.to(tl.float32) * _decay(tl.cumsum(behind, axis=0) + time[None, :])
+        inputs = dot_float32(weighted, decayed, inputs)
+        time += tl.sum(behind, axis=0)
+    elif k.dtype == tl.bfloat16:
+        inputs = dot_float32_by_16bit(weighted, k, inputs)
     else:
-        inputs = dot_float32(k, weighted, inputs)
+        inputs = dot_float32(weighted, k, inputs)
     return inputs, time
 
 

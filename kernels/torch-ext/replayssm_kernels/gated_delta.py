@@ -199,11 +199,12 @@ def _config(
         append_warps = 2 if heads < 2048 else 1
     elif per_channel:
         tile = Tile(32, 1, 32, evict, state="keep")
-    elif heads < 2048:
-        tile = Tile(32, 1, 32, evict)
     else:
         # (A state of 8 bits is cheap to read again; kept, it would be spilled as the float32 numbers that it becomes.)
-        tile = Tile(32, 2, 32, evict, state="again" if scaled else "keep", registers=128)
+        state = "again" if scaled else "keep"
+        tile = (
+            Tile(32, 1, 32, evict, state=state) if heads < 2048 else Tile(32, 2, 32, evict, state=state, registers=128)
+        )
     return Config(
         fit(tile, value_dim, key_dim, tuned_for=128),
         overlap=small or per_channel,

@@ -78,38 +78,37 @@ def replay(
         valid, real = slot < end[:, None], token < end[:, None]
         k, g = where(valid, k), where(valid, g)
         q, v, beta = where(real, q), where(real, v), where(real, beta)
-        u = where(slot < start[:, None], u[:, :, :slots].to(dtype))
-        old = slots
-    else:
-        u, old = u[:, :, :start].to(dtype), start
-
-    # Time is counted backwards from the newest token: `behind` sums g over the tokens behind a slot. What is subtracted
-    # from it below is the little that lies behind a new token, so the difference is as exact as its exponent needs.
-    total = g.flip(2).cumsum(2).flip(2)  # (b, h, s, 1 or c), the slot itself included
-    behind = torch.cat([total[:, :, 1:], torch.zeros_like(g[:, :, :1])], 2)
-    k = unit(k)
-    if ragged:
         at = token.clamp(max=slots - 1)[:, None, :, None]
         new_k = where(real, k.gather(2, at.expand(-1, k.shape[1], -1, k.shape[3])))
-        new_behind = where(real, behind.gather(2, at.expand(-1, g.shape[1], -1, g.shape[3])))
+        new_g = where(real, g.gather(2, at.expand(-1, g.shape[1], -1, g.shape[3])))
+        k, u, g = (where(slot < start[:, None], x) for x in (k, u[:, :, :slots].to(dtype), g))
     else:
-        new_k, new_behind = k[:, :, start:], behind[:, :, start:]
+        new_k, new_g = k[:, :, start:], g[:, :, start:]
+        k, u, g = k[:, :, :start], u[:, :, :start].to(dtype), g[:, :, :start]
+
+    # What decays between an old and a new token is counted from their border in both directions, between two new ones
+    # for the pair: nothing is subtracted, and a later draft has no part in it, whatever its g is.
+    since = new_g.cumsum(2)  # (b, h, t, 1 or c), the token itself included
+    total, behind = backwards(g)
+    among = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()  # (t, t): the later, the earlier
+    _, between = backwards(torch.where(among[..., None], new_g[:, :, None], 0.0))  # (b, h, t, t, 1 or c)
 
     # k and q of the new tokens meet the same things: they are stacked, k first.
+    new_k = unit(new_k)
     new = torch.cat([new_k, unit(q) * q.shape[-1] ** -0.5], 2)  # (b, m, 2 t, c)
-    now = new_behind.repeat(1, 1, 2, 1)  # (b, h, 2 t, 1 or c)
-    from_buffer = decayed_products(new, k[:, :, :old], now, behind[:, :, :old]) @ u
-    decay = (total[:, :, :1] - now).clamp(max=0.0).exp()
-    from_checkpoint = (per_head(new, g.shape[1]) * decay) @ checkpoint.to(dtype)
+    from_buffer = decayed_products(new, unit(k), since[:, :, :, None] + behind[:, :, None]) @ u
+    from_checkpoint = (per_head(new, g.shape[1]) * (since + total).exp().repeat(1, 1, 2, 1)) @ checkpoint.to(dtype)
     for_k, for_q = (from_checkpoint + from_buffer).chunk(2, dim=2)  # (b, h, t, d)
 
-    among = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()
-    by_k, by_q = decayed_products(new, new_k, now, new_behind, among.repeat(2, 1)).chunk(2, dim=2)  # (b, h, t, t)
+    by_k, by_q = decayed_products(new, new_k, between).masked_fill(~among.repeat(2, 1), 0.0).chunk(2, dim=2)
     new_u = beta[..., None] * (v - for_k)
     if tokens > 1:
         # u_t + beta_t sum_{i<t} (k_i . exp(G_t - G_i) k_t) u_i; the diagonal is taken as ones.
         new_u = torch.linalg.solve_triangular(beta[..., None] * by_k, new_u, upper=False, unitriangular=True)
-    y = for_q + by_q @ new_u
+    # (A draft that is not finite leaves those before it as they are: 0 times NaN is not 0.)
+    finite = new_u.isfinite()
+    y = for_q + by_q @ torch.where(finite, new_u, 0.0)
+    y = y.masked_fill((~finite).cumsum(2) > 0, torch.nan)
     return y.transpose(1, 2), new_u.transpose(1, 2)
 
 
@@ -137,35 +136,31 @@ def fold(
     if isinstance(count, torch.Tensor):
         valid = torch.arange(slots, device=k.device) < count[:, None]
         k, u, g = where(valid, k), where(valid, u), where(valid, g)
-    total = g.flip(2).cumsum(2).flip(2)  # from the newest backwards: what is recent decays exactly
-    behind = torch.cat([total[:, :, 1:], torch.zeros_like(g[:, :, :1])], 2)
+    total, behind = backwards(g)
     decayed = per_head(unit(k), g.shape[1]) * behind.exp()  # (b, h, s, c)
     kept = checkpoint * total[:, :, 0, :, None].exp()  # (b, h, c, d)
     folded = torch.baddbmm(kept.flatten(0, 1), decayed.flatten(0, 1).transpose(1, 2), u.flatten(0, 1))
     return folded.view(checkpoint.shape)
 
 
-def decayed_products(
-    new: torch.Tensor,
-    k: torch.Tensor,
-    now: torch.Tensor,
-    behind: torch.Tensor,
-    visible: torch.Tensor | None = None,
-) -> torch.Tensor:
+def backwards(g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of `g` (..., s, 1 or c): over all slots (..., 1, 1 or c), and over those behind each (..., s, 1 or c)."""
+    none = g.new_zeros((*g.shape[:-2], 1, g.shape[-1]))
+    # (From the newest on: what is recent decays exactly.)
+    sums = torch.cat([g.flip(-2).cumsum(-2).flip(-2), none], -2)
+    return sums[..., :1, :], sums[..., 1:, :]
+
+
+def decayed_products(new: torch.Tensor, k: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
     """
-    k_j . exp(G_t - G_j) x_t for rows t of `new` (b, m, t, c) and slots j of `k` (b, m, s, c), per value head; `now` and
-    `behind`, (b, h, t or s, 1 or c), are the log decays behind them, of which G_t - G_j = behind_j - now_t. Zero where
-    `visible` (t, s) is False; every slot is visible without it. Returns (b, h, t, s).
+    k_j . exp(G_t - G_j) x_t for the t tokens of `new` (b, m, 2 t, c), k and q, and slots j of `k` (b, m, s, c), per
+    value head; `exponent` (b, h, t, s, 1 or c) is G_t - G_j. (Of KDA these are t s c numbers: exp(-G_j) alone
+    overflows.) Returns (b, h, 2 t, s).
     """
-    heads = now.shape[1]
-    # Of KDA these are t s c numbers: an exponent is formed of a pair, since exp(-G_j) alone overflows. It is masked
-    # before exp (behind the token it is positive), and clamped: sums may differ in the last bit.
-    exponent = (behind[:, :, None] - now[:, :, :, None]).clamp(max=0.0)  # (b, h, t, s, 1 or c)
-    if visible is not None:
-        exponent = exponent.masked_fill(~visible[..., None], -torch.inf)
-    if exponent.shape[-1] == 1:
-        return per_head(new @ k.transpose(-1, -2), heads) * exponent.squeeze(-1).exp()
-    return (per_head(new, heads)[:, :, :, None] * per_head(k, heads)[:, :, None] * exponent.exp()).sum(-1)
+    heads, decay = exponent.shape[1], exponent.exp().repeat(1, 1, 2, 1, 1)
+    if decay.shape[-1] == 1:
+        return per_head(new @ k.transpose(-1, -2), heads) * decay.squeeze(-1)
+    return (per_head(new, heads)[:, :, :, None] * per_head(k, heads)[:, :, None] * decay).sum(-1)
 
 
 def per_head(x: torch.Tensor, heads: int) -> torch.Tensor:
