@@ -44,6 +44,7 @@ class Config:
     overlap: bool = True  # of the append kernel with the next one, where the device can
     append_block: int = 256  # channels of x in a program of the append kernel
     append_warps: int = 1
+    ahead: int = 0  # bytes of the state that the append kernel asks the L2 cache for (delta rules)
 
 
 OVERRIDE: Config | None = None  # for tuning

@@ -146,7 +146,7 @@ def _total(elapsed, new, first, g, c, g_row_ptr, K: tl.constexpr, PER_CHANNEL: t
     return elapsed + tl.where(new > 0, oldest, g)
 
 
-@triton.jit(do_not_specialize=["batch", "T", "t0"])
+@triton.jit(do_not_specialize=["batch", "T", "t0", "ahead"])
 def _append_kernel(
     positions_ptr,  # (5, batch)
     q_ptr,  # CONV: raw inputs (batch, T, channels); else q (batch, T, key head, K)
@@ -160,12 +160,14 @@ def _append_kernel(
     g_buffer_ptr,
     kq_ptr,  # (batch, key head, 2 T, K) raw; for KDA (batch, value head, 2 T, K) float32: normalised and decayed
     scores_ptr,  # (batch, value head, 2 T, SLOTS + 1)
+    checkpoint_ptr,  # with AHEAD
     batch,
     q_stride_b, q_stride_t, q_stride_h,
     k_stride_b, k_stride_t, k_stride_h,
     g_stride_b, g_stride_t, g_stride_h,
     T,
     t0,  # the first new token of this launch
+    ahead,  # with AHEAD: blocks of 16 KiB, from the start of the checkpoint
     HK: tl.constexpr,
     HV: tl.constexpr,
     K: tl.constexpr,
@@ -184,6 +186,7 @@ def _append_kernel(
     BLOCK_R: tl.constexpr,  # value heads of a key head, a power of 2
     BLOCK_C: tl.constexpr,
     STARTS: tl.constexpr,  # the next launch early
+    AHEAD: tl.constexpr,  # the L2 cache is asked for what that reads first
 ):  # fmt: skip
     if STARTS:
         may_start_next()
@@ -214,6 +217,11 @@ def _append_kernel(
         return
 
     m = unit
+    if AHEAD:
+        # (This launch leaves the memory little to do. More than that shares the cache with what is in use.)
+        line = tl.cast(checkpoint_ptr, tl.int64) + tl.arange(0, 128) * 128
+        for block in range(tl.program_id(1) * HK + m, ahead, batch * HK):
+            prefetch(line + block * (128 * 128))
     c = tl.arange(0, BLOCK_K)
     if PER_CHANNEL:
         c = tl.max_contiguous(c, 4)

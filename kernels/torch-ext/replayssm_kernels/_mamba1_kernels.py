@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ._arithmetic import silu, widened
+from ._arithmetic import INTERPRETED, is_cuda, widened
 from ._overlap import wait_for_previous
 from ._positions import ring_slot, row_positions
 from ._rounding import absolute_bits, as_float32, load_scale, random_keys, rounded, store_scale
@@ -81,7 +81,7 @@ def _step_kernel(
     n_ok, p_ok = n < N, p < P
     ok = n_ok[:, None] & p_ok[None, :]
     A, bias, D = _parameters(a_ptr, dt_bias_ptr, d_ptr, g, n, p, ok, p_ok, N, P, RAW, HAS_D)
-    B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
+    appends_B = tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0  # one program of a group does
     # (A loop that is known to have one turn is none: nothing is read ahead, and the state's address comes sooner.)
     begin = 0 if SINGLE else row0
     stop = 1 if SINGLE else tl.minimum(row0 + rows, batch)
@@ -92,10 +92,11 @@ def _step_kernel(
         state_at = checkpoint_ptr + (b * G + g) * (N * P) + n[:, None] * P + p[None, :]
         S = as_float32(tl.load(state_at, mask=ok, other=0.0, eviction_policy=EVICT))
         S = _with_scale(S, scale_ptr, b * G + g, p, P)
+        b_at = b_ptr + b * b_stride_b + g * b_stride_g + n
         x, dt, B, C, z = _load_token(
             x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p,
             dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p,
-            b_ptr + b * b_stride_b + g * b_stride_g + n, c_ptr + b * c_stride_b + g * c_stride_g + n,
+            b_at, c_ptr + b * c_stride_b + g * c_stride_g + n,
             z_ptr + b * z_stride_b + g * z_stride_g + p * z_stride_p, p_ok, n_ok, HAS_Z, RAW,
         )  # fmt: skip
         x_held_ptr = x_buffer_ptr + (b * G + g) * (SLOTS * P) + p
@@ -128,9 +129,12 @@ def _step_kernel(
             S = _replay(S, state_at, x_held_ptr, dt_held_ptr, b_held_ptr, first, end, fold, A, bias, ok, n, p,
                         scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, SLOTS, RAW, AHEAD)  # fmt: skip
         if count > 0:
-            _new_token(S, x, dt, B, C, z, held, fold, ring_slot(first, held, SLOTS), state_at,
-                       y_ptr + (b * G + g) * P + p, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok, B_ok,
-                       n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+            slot = ring_slot(first, held, SLOTS)
+            _new_token(S, x, dt, B, C, z, held, fold, slot, state_at, y_ptr + (b * G + g) * P + p, x_held_ptr,
+                       dt_held_ptr, A, D, bias, ok, p_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P,
+                       HAS_D, HAS_Z, RAW)  # fmt: skip
+            if appends_B & (held >= fold):
+                tl.store(b_held_ptr + slot * N, tl.load(b_at, mask=n_ok), mask=n_ok)
 
 
 @triton.jit(do_not_specialize=["batch", "T", "seed"])
@@ -188,7 +192,7 @@ def _window_kernel(
     first, held, count, fold = row_positions(positions_ptr, row, batch, SLOTS)
     count = tl.minimum(count, T)
     S = _with_scale(as_float32(stored), scale_ptr, b * G + g, p, P)
-    B_ok = n < tl.where(tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0, N, 0)  # one program of a group appends B
+    appends_B = tile % ((P + BLOCK_P - 1) // BLOCK_P) == 0  # one program of a group does
     x_row_ptr = x_ptr + b * x_stride_b + g * x_stride_g + p * x_stride_p
     dt_row_ptr = dt_ptr + b * dt_stride_b + g * dt_stride_g + p * dt_stride_p
     b_row_ptr = b_ptr + b * b_stride_b + g * b_stride_g + n
@@ -207,26 +211,38 @@ def _window_kernel(
         if j + 1 == fold:
             _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     for t in tl.range(0, count, num_stages=STAGES):
-        far = tl.cast(t, tl.int64)
         x, dt, B, C, z = _load_token(
-            x_row_ptr + far * x_stride_t, dt_row_ptr + far * dt_stride_t, b_row_ptr + far * b_stride_t,
-            c_row_ptr + far * c_stride_t, z_row_ptr + far * z_stride_t, p_ok, n_ok, HAS_Z, RAW,
+            x_row_ptr + _far(t, x_stride_t), dt_row_ptr + _far(t, dt_stride_t), b_row_ptr + _far(t, b_stride_t),
+            c_row_ptr + _far(t, c_stride_t), z_row_ptr + _far(t, z_stride_t), p_ok, n_ok, HAS_Z, RAW,
         )  # fmt: skip
         S = _new_token(S, x, dt, B, C, z, held + t, fold, ring_slot(first, held + t, SLOTS), state_at,
-                       y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-                       B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z,
-                       RAW)  # fmt: skip
+                       y_row_ptr + t * (G * P), x_held_ptr, dt_held_ptr, A, D, bias, ok, p_ok, n, p, scale_ptr, seed,
+                       positions_ptr, b, batch, g, G, N, P, HAS_D, HAS_Z, RAW)  # fmt: skip
+    # (Apart from the rest: there every program would have each token's B in a store's layout.)
+    if appends_B:
+        for t in range(tl.maximum(fold - held, 0), count):
+            B = tl.load(b_row_ptr + _far(t, b_stride_t), mask=n_ok)
+            tl.store(b_held_ptr + ring_slot(first, held + t, SLOTS) * N, B, mask=n_ok)
+
+
+@triton.jit
+def _far(t, stride):
+    """t times a stride, neither of which is negative, in 64 bits. (Signed, the product would be three.)"""
+    if (t * stride).dtype == tl.int32:
+        return (tl.cast(t, tl.uint32).to(tl.uint64) * tl.cast(stride, tl.uint32).to(tl.uint64)).to(tl.int64)
+    else:
+        return tl.cast(t, tl.int64) * stride
 
 
 @triton.jit
 def _new_token(
-    S, x, dt, B, C, z, place, fold, slot, state_at, y_at, x_held_ptr, dt_held_ptr, b_held_ptr, A, D, bias, ok, p_ok,
-    B_ok, n, p, scale_ptr, seed, positions_ptr, b, batch, g, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
+    S, x, dt, B, C, z, place, fold, slot, state_at, y_at, x_held_ptr, dt_held_ptr, A, D, bias, ok, p_ok, n, p,
+    scale_ptr, seed, positions_ptr, b, batch, g, G: tl.constexpr, N: tl.constexpr, P: tl.constexpr,
     HAS_D: tl.constexpr, HAS_Z: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """
-    The state behind a new token, whose output is stored and which is appended at its place in the buffer: unless this
-    call folds it, for then nobody reads it again.
+    The state behind a new token, whose output is stored, and whose x and dt are appended at its place in the buffer:
+    unless this call folds it, for then nobody reads it again.
     """
     S = _advance(S, x, dt, B, A, bias, RAW)
     y = _output(S, x, C, z, D, HAS_D, HAS_Z)
@@ -234,7 +250,6 @@ def _new_token(
     if place >= fold:
         tl.store(x_held_ptr + slot * P, x, mask=p_ok)
         tl.store(dt_held_ptr + slot * P, dt, mask=p_ok)
-        tl.store(b_held_ptr + slot * N, B, mask=B_ok)
     if place + 1 == fold:
         _store_state(S, state_at, ok, n, p, scale_ptr, seed, positions_ptr, b, batch, fold, g, G, N, P)
     return S
@@ -471,6 +486,18 @@ def _softplus(x):
 
 
 @triton.jit
+def _silu(x):
+    """x / (1 + exp(-x)); the denominator is at least 1, so that the reciprocal needs no care for small numbers."""
+    denominator = 1.0 + tl.exp2(-x * LOG2_E)
+    if not INTERPRETED:
+        if is_cuda():
+            return x * tl.inline_asm_elementwise(
+                "rcp.approx.ftz.f32 $0, $1;", "=r,r", [denominator], tl.float32, is_pure=True, pack=1
+            )
+    return x / denominator
+
+
+@triton.jit
 def _advance(S, x, dt, B, A, bias, RAW: tl.constexpr):
     """The state (BLOCK_N, BLOCK_P) one token later. The same for a new token as for one that is replayed."""
     dt = widened(dt)
@@ -487,7 +514,7 @@ def _output(S, x, C, z, D, HAS_D: tl.constexpr, HAS_Z: tl.constexpr):
     if HAS_D:
         y += D * widened(x)
     if HAS_Z:
-        y *= silu(widened(z))
+        y *= _silu(widened(z))
     return y
 
 

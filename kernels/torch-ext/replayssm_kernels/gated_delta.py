@@ -189,9 +189,8 @@ def _config(
     heads: int, key_dim: int, value_dim: int, slots: int, tokens: int, per_channel: bool, scaled: bool
 ) -> Config:
     """`heads`: of the whole batch. (From `benchmark_gated_delta.py --tune` on an H200.)"""
-    small = heads < 16384  # else nothing is gained by an early start
     append_warps = 2 if heads < 1024 else 1
-    evict = "evict_first" if heads < (2048 if per_channel else 16384) else ""
+    evict = "" if per_channel and heads >= 2048 else "evict_first"
     if tokens > 1:
         # (With a longer buffer a flush goes through it again for each piece of the state, and wants more registers.)
         registers = 128 if slots > 32 and not per_channel else 0
@@ -202,13 +201,12 @@ def _config(
     else:
         # (A state of 8 bits is cheap to read again; kept, it would be spilled as the float32 numbers that it becomes.)
         state = "again" if scaled else "keep"
-        tile = (
-            Tile(32, 1, 32, evict, state=state) if heads < 2048 else Tile(32, 2, 32, evict, state=state, registers=128)
-        )
+        few_warps = 128 <= heads < 2048
+        tile = Tile(32, 1 if few_warps else 2, 32, evict, state=state, registers=0 if few_warps else 128)
     return Config(
         fit(tile, value_dim, key_dim, tuned_for=128),
-        overlap=small or per_channel,
         append_warps=append_warps,
+        ahead=2**23 if tokens == 1 and not per_channel and heads >= 4096 else 0,
     )
 
 
@@ -305,6 +303,7 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
 
     with on_device_of(checkpoint):
         overlaps = config.overlap and can_overlap(checkpoint.device)
+        ahead = min(checkpoint.numel() * checkpoint.element_size(), config.ahead) // 2**14 if overlaps else 0
         block_t = 1 if tokens == 1 else min(max(next_power_of_2(tokens), 8), PIECE)
         # (With a convolution a program holds all its taps: 2048 channels of 8 tokens would not fit into registers.)
         block_c = config.append_block if tokens == 1 else min(config.append_block, max(2048 // block_t, 64))
@@ -321,10 +320,10 @@ def _launch(positions, q, k, v, g, beta, conv, k_buffer, u_buffer, g_buffer, che
         grid = (key_heads + (cdiv(heads * value_dim, block_c) if conv else 0), batch)
         for t0 in range(0, tokens, block_t):  # one after the other, since a piece needs the u of the one before
             _append_kernel[grid](
-                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, batch, *q_strides,
-                *k_strides, *g_strides, tokens, t0, *sizes, conv is not None, ring, taps, has_bias, silu,
+                positions, q, k, v, g, *conv_tensors, k_buffer, g_buffer, kq, scores, checkpoint, batch, *q_strides,
+                *k_strides, *g_strides, tokens, t0, ahead, *sizes, conv is not None, ring, taps, has_bias, silu,
                 ring < taps - 1 + tokens, block_t, block_k, block_j, next_power_of_2(heads // key_heads), block_c,
-                overlaps, num_warps=append_warps, **limited,
+                overlaps, ahead > 0, num_warps=append_warps, **limited,
             )  # fmt: skip
             if tokens == 1:
                 _step_kernel[tiles](
