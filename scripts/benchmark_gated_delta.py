@@ -312,7 +312,7 @@ def candidates(window: bool) -> list:
     tiles = [*again, *keep, *evicting, Tile(16, 1, 64, state="stream")]
     found = [Config(tile, append_warps=warps) for tile, warps in itertools.product(tiles, (1, 2, 4))]
     found += [replace(config, overlap=False) for config in (found[3], found[21])]
-    found += [replace(found[21], ahead=ahead << 20) for ahead in (8, 16, 32)]
+    found += [replace(found[30], ahead=ahead << 20) for ahead in (8, 16, 32)]
     return found
 
 
