@@ -192,9 +192,8 @@ def _config(
     append_warps = 2 if heads < 1024 else 1
     evict = "" if per_channel and heads >= 2048 else "evict_first"
     if tokens > 1:
-        # (With a longer buffer a flush goes through it again for each piece of the state, and wants more registers.)
-        registers = 128 if slots > 32 and not per_channel else 0
-        tile = Tile(64, 4 if heads < 1024 else 2, 32, slots=32, registers=registers)
+        # (A longer buffer takes more than one turn anyway: of 16 places more of them are full.)
+        tile = Tile(64, 4 if heads < 1024 else 2, 32, slots=32 if slots <= 32 or per_channel else 16)
         append_warps = 2 if heads < 2048 else 1
     elif per_channel:
         tile = Tile(32, 1, 32, evict, state="keep")
