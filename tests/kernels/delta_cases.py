@@ -17,16 +17,17 @@ class DeltaLayer(Layer):
         shape: (batch, value heads, key heads, K, V, slots).
         kda: whether g is one number per key channel.
         conv: kernel size; 0 runs `gated_delta_step` on given q, k, v, else `gated_delta_decode` on raw inputs.
-        memory: how slow the decay is; g is -rand() / memory. beta is in (0, `most`).
+        memory: how slow the decay is; g is -rand() / memory, and with `forget` -forget for the second token of a call.
+            beta is in (0, `most`).
         The others as for `Layer`.
     """
 
     def __init__(self, shape, device="cpu", dtype=F32, checkpoint_dtype=F32, *, kda=False, conv=0, ring=None,
-                 conv_bias=False, activation="silu", memory=2.0, most=1.0, seen=0, first=0, reach=0,
+                 conv_bias=False, activation="silu", memory=2.0, forget=None, most=1.0, seen=0, first=0, reach=0,
                  seed=0):  # fmt: skip
         self.begin(shape, device, dtype, conv, reach, seed)
         batch, heads, key_heads, key_dim, value_dim, slots = shape
-        self.kda, self.activation, self.memory, self.most = kda, activation, memory, most
+        self.kda, self.activation, self.memory, self.forget, self.most = kda, activation, memory, forget, most
         self.start_checkpoint(self.randn(batch, heads, key_dim, value_dim), checkpoint_dtype)
         self.k_buffer = self.full(batch, key_heads, slots, key_dim)
         self.u_buffer = self.full(batch, heads, slots, value_dim, dtype=F32)
@@ -58,6 +59,8 @@ class DeltaLayer(Layer):
         count, fold = self.per_row(tokens if count is None else count), self.per_row(fold)
         real = torch.arange(tokens, device=self.device) < count[:, None]
         g = -self.rand(batch, tokens, heads, *self.channels_of_g) / self.memory
+        if self.forget is not None:
+            g[:, 1:2] = -self.forget
         beta = (self.randn(batch, tokens, heads).sigmoid() * self.most).to(self.dtype)
         new = {"g": self.hide(g, real), "beta": self.hide(beta, real)}
         options = {"out_dtype": out_dtype}

@@ -319,6 +319,19 @@ def test_large_and_tiny_decays_beside_each_other(kda, device):
     assert error(*layer.whole_state()) <= layer.state_bar
 
 
+@needs
+@RULES
+@pytest.mark.parametrize("forget", [1e4, 1e30])
+@pytest.mark.parametrize("tokens", [7, 12])
+def test_a_token_that_forgets_everything_blurs_no_other(tokens, forget, kda, device):
+    """Neither in its window nor in later ones: no sum of g that it is in is taken from another."""
+    layer = DeltaLayer((1, 2, 1, 16, 16, 24), device, kda=kda, memory=20.0, forget=forget)
+    for length, fold in ((tokens, 0), (1, 0), (tokens - 3, 9), (2, 5)):
+        y, expected = layer.advance(length, fold=fold)
+        assert error(y, expected) <= layer.bar(length)
+    assert error(*layer.whole_state()) <= layer.state_bar
+
+
 class Float32Loop:
     """The recurrence in float32 with torch, on the tokens of a layer: the error that the classic step makes."""
 

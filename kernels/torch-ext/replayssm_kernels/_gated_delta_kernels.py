@@ -60,8 +60,8 @@ def _inverse_length(squares):
 
 @triton.jit
 def _decay(exponent):
-    # (exp would see to results below 2^-126, at twice the operations.)
-    return tl.exp2(tl.minimum(exponent, 0.0) * LOG2_E)
+    # (exp would see to results below 2^-126, at twice the operations. NaN stays NaN.)
+    return tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL) * LOG2_E)
 
 
 @triton.jit
@@ -307,8 +307,9 @@ def _append_kernel(
                                 passed += _row(g, token, other)
                 else:
                     for i in range(tl.minimum(count - t0, BLOCK_T)):  # (written out it would compile for minutes)
-                        since_i, k_i = _row(since, token, i), _row(k_n, token, i)
-                        decayed = k_i[None, :] * _decay(since - since_i[None, :])
+                        # (Summed for each pair: of differences of sums a large decay would leave no digits.)
+                        passed = tl.cumsum(tl.where((token > i)[:, None], g, 0.0), axis=0)
+                        decayed = _row(k_n, token, i)[None, :] * _decay(passed)
                         by_k, by_q = tl.sum(k_n * decayed, axis=1), tl.sum(q_n * decayed, axis=1)
                         pair_at = row_scores_ptr + 2 * t * WIDTH + held + t0 + i
                         tl.store(pair_at, by_k, mask=real & (token > i))

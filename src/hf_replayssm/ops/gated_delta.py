@@ -62,7 +62,8 @@ def replay(
         checkpoint (b, h, c, d): the state before slot 0.
         start: the slot of the first new token, an integer for all rows or a (b,) tensor; token i is in slot start + i.
         end: one past the newest valid slot, likewise. What lies in or behind it is never used, NaN included. Where
-            `start + i >= end` (masked tokens at a row's end) the output and the u of token i are zero.
+            `start + i >= end` (masked tokens at a row's end) the output and the u of token i are zero, or NaN behind a
+            token that is not finite.
 
     Returns: y (b, t, h, d) and u of the new tokens (b, t, h, d), in the accumulation dtype.
     """
@@ -90,8 +91,6 @@ def replay(
     # for the pair: nothing is subtracted, and a later draft has no part in it, whatever its g is.
     since = new_g.cumsum(2)  # (b, h, t, 1 or c), the token itself included
     total, behind = backwards(g)
-    among = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()  # (t, t): the later, the earlier
-    _, between = backwards(torch.where(among[..., None], new_g[:, :, None], 0.0))  # (b, h, t, t, 1 or c)
 
     # k and q of the new tokens meet the same things: they are stacked, k first.
     new_k = unit(new_k)
@@ -100,15 +99,20 @@ def replay(
     from_checkpoint = (per_head(new, g.shape[1]) * (since + total).exp().repeat(1, 1, 2, 1)) @ checkpoint.to(dtype)
     for_k, for_q = (from_checkpoint + from_buffer).chunk(2, dim=2)  # (b, h, t, d)
 
-    by_k, by_q = decayed_products(new, new_k, between).masked_fill(~among.repeat(2, 1), 0.0).chunk(2, dim=2)
     new_u = beta[..., None] * (v - for_k)
-    if tokens > 1:
+    if tokens == 1:
+        by_q = per_head(new[:, :, 1:] @ new_k.transpose(-1, -2), g.shape[1])
+        y = for_q + by_q * new_u
+    else:
+        among = torch.ones(tokens, tokens, dtype=torch.bool, device=k.device).tril()  # (t, t): the later, the earlier
+        _, between = backwards(torch.where(among[..., None], new_g[:, :, None], 0.0))  # (b, h, t, t, 1 or c)
+        by_k, by_q = decayed_products(new, new_k, between).masked_fill(~among.repeat(2, 1), 0.0).chunk(2, dim=2)
         # u_t + beta_t sum_{i<t} (k_i . exp(G_t - G_i) k_t) u_i; the diagonal is taken as ones.
         new_u = torch.linalg.solve_triangular(beta[..., None] * by_k, new_u, upper=False, unitriangular=True)
-    # (A draft that is not finite leaves those before it as they are: 0 times NaN is not 0.)
-    finite = new_u.isfinite()
-    y = for_q + by_q @ torch.where(finite, new_u, 0.0)
-    y = y.masked_fill((~finite).cumsum(2) > 0, torch.nan)
+        # (A draft that is not finite leaves those before it as they are: 0 times NaN is not 0.)
+        finite = new_u.isfinite()
+        y = for_q + by_q @ torch.where(finite, new_u, 0.0)
+        y = y.masked_fill((~finite).cumsum(2) > 0, torch.nan)
     return y.transpose(1, 2), new_u.transpose(1, 2)
 
 
