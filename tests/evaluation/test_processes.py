@@ -10,6 +10,7 @@ import json
 import math
 import threading
 import time
+import warnings
 
 import pytest
 import several
@@ -48,9 +49,9 @@ def without_times(result) -> dict:
     return values
 
 
-def together(count, task, timeout=20.0, seats=None):
+def together(count, task, timeout=20.0, seats=None, store=None):
     """Runs task(processes) in `count` threads that share a store; what each returned or raised, in their order."""
-    store, outcomes = dist.HashStore(), [None] * count
+    store, outcomes = store or dist.HashStore(), [None] * count
 
     def run(rank):
         try:
@@ -131,6 +132,21 @@ def test_several_evaluations_one_after_the_other(model, alone):
     for first, second in together(2, task):
         assert first.documents == 3
         assert without_times(second) == without_times(alone)
+
+
+def test_a_store_that_outlives_an_evaluation_serves_the_next_one(model, alone):
+    """A launcher's store does, and a process group's: the second seats at it do not find what the first ones left."""
+    store, other = dist.HashStore(), tiny_models.tiny_model("bamba", seed=5)
+    expected = evaluate_perplexity(other, None, DOCUMENTS, **SETTINGS)
+    for one, outcome in ((model, alone), (other, expected), (None, None), (other, expected)):
+
+        def task(processes, one=one):
+            if one is None:
+                raise OSError("ends with an error")  # of which those after it know nothing either
+            return evaluate_perplexity(one, None, DOCUMENTS, processes=processes, **SETTINGS)
+
+        for result in together(2, task, store=store):
+            assert isinstance(result, OSError) if one is None else without_times(result) == without_times(outcome)
 
 
 def test_positions_add_up(alone, model):
@@ -215,6 +231,44 @@ def test_a_line_that_was_cut_short_is_evaluated_again(model, alone, tmp_path):
     assert 0 < len(calls) <= 4
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\xff\xfe\x80", b"\0\0\0", b"17", b"null", b"[]", b"{}", b'{"batch": 1}',
+        lambda whole: {**whole, "batch": "1"},
+        lambda whole: {**whole, "tokens": whole["tokens"] + 1},
+        lambda whole: {**whole, "contexts": [[document, None] for document, _ in whole["contexts"]]},
+        lambda whole: {**whole, "by_position": {"x": {"tokens": whole["tokens"], "nll": 1.0}}},
+        lambda whole: {**whole, "stats": {"forwards": None}},
+        lambda whole: {name: value for name, value in whole.items() if name != "inputs"},
+    ],
+)  # fmt: skip
+def test_a_damaged_line_is_evaluated_again(model, alone, tmp_path, line):
+    evaluate_perplexity(model, None, DOCUMENTS, resume=tmp_path, **SETTINGS)
+    (file,) = tmp_path.glob("finished-*")
+    lines = file.read_bytes().splitlines()
+    lines[1] = line if isinstance(line, bytes) else json.dumps(line(json.loads(lines[1]))).encode()
+    file.write_bytes(b"\n".join(lines) + b"\n")
+    calls = calls_of(model)
+    result = evaluate_perplexity(model, None, DOCUMENTS, resume=tmp_path, **SETTINGS)
+    assert without_times(result) == without_times(alone)
+    assert 0 < len(calls) <= 4
+
+
+@pytest.mark.parametrize("content", [b"", b'{"mode": ', b"[1]", b"\xff\xfe"])
+def test_damaged_settings_are_named(model, tmp_path, content):
+    interrupt(model, tmp_path, after=60)
+    (tmp_path / "settings.json").write_bytes(content)
+    with pytest.raises(ValueError, match="settings.json is damaged.*another folder"):
+        evaluate_perplexity(model, None, DOCUMENTS, resume=tmp_path, **SETTINGS)
+
+
+def test_a_run_that_was_killed_before_its_settings_were_written_begins_anew(model, alone, tmp_path):
+    (tmp_path / "settings.part").write_text('{"mode": ')
+    result = evaluate_perplexity(model, None, DOCUMENTS, resume=tmp_path, **SETTINGS)
+    assert without_times(result) == without_times(alone)
+
+
 def test_processes_go_on_from_what_one_has_finished(model, alone, tmp_path):
     interrupt(model, tmp_path, after=60)
     done = sum(len(file.read_text().splitlines()) for file in tmp_path.glob("finished-*"))
@@ -260,6 +314,25 @@ def test_other_weights_other_data_and_another_order_are_refused(model, tmp_path)
         assert "other documents" in str(one)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("shape", [(), (1,), (3, 5), (7, 2, 9), (0, 4)])
+def test_the_digest_of_weights_sees_every_value(dtype, shape):
+    def of(values):
+        module = torch.nn.Module()
+        module.weight = torch.nn.Parameter(values, requires_grad=False)
+        return weights_digest(module)
+
+    values = torch.arange(math.prod(shape)).reshape(shape).to(dtype)
+    whole = of(values)
+    assert of(values.clone()) == whole
+    assert of(torch.cat([values.reshape(-1)[:1], values.reshape(-1)])[1:].reshape(shape)) == whole, "lies elsewhere"
+    assert of(values.transpose(0, -1).contiguous().transpose(0, -1) if values.dim() else values) == whole
+    for index in range(values.numel()):
+        other = values.clone()
+        other.view(-1)[index] += 1
+        assert of(other) != whole
+
+
 def test_a_folder_of_something_else_is_refused(model, tmp_path):
     (tmp_path / "thesis.txt").write_text("words")
     with pytest.raises(ValueError, match="holds other files"):
@@ -301,6 +374,9 @@ def test_a_batch_that_fails_is_reported_and_the_others_finish(model, alone, tmp_
         assert set(broken) <= lost
         kept = {score.index: score.nll for score in error.partial.per_document}
         assert kept == {score.index: score.nll for score in alone.per_document if score.index not in lost}
+        # What is left is of one set of documents in every figure.
+        assert sum(row["tokens"] for row in error.partial.by_position) in (0, error.partial.tokens)
+        assert error.partial.contexts == sum(-(-(LENGTHS[index] - 1) // 12) for index in kept)
     calls_of.handles.pop().remove()
     calls = calls_of(model)
     assert without_times(run()) == without_times(alone)
@@ -362,6 +438,30 @@ def test_memory_that_runs_out_halves_the_batch(model):
     assert result.nll == pytest.approx(whole.nll, rel=1e-6)
     assert (result.tokens, result.contexts, shown[-1]) == (whole.tokens, whole.contexts, (whole.tokens, whole.tokens))
     assert [score.index for score in result.per_document] == [score.index for score in whole.per_document]
+
+
+@pytest.mark.parametrize(
+    "message",
+    ["CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", "MPS backend out of memory (18 GB)"],
+)
+def test_libraries_that_lack_memory_halve_the_batch_too(message, model):
+    def hook(module, args, kwargs):
+        if kwargs["input_ids"].shape[0] > 8:
+            raise RuntimeError(message)
+
+    calls_of.handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+    with pytest.warns(UserWarning, match="It is halved, to 8, from here on"):
+        assert evaluate_perplexity(model, None, DOCUMENTS, **{**SETTINGS, "batch_size": 16}).reduced_batch_size == 8
+
+
+def test_other_errors_halve_nothing(model):
+    def hook(module, args, kwargs):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    calls_of.handles.append(model.register_forward_pre_hook(hook, with_kwargs=True))
+    with warnings.catch_warnings(), pytest.raises(RuntimeError, match="illegal"):
+        warnings.simplefilter("error")
+        evaluate_perplexity(model, None, DOCUMENTS, **{**SETTINGS, "batch_size": 16})
 
 
 def test_memory_that_does_not_do_for_one_context_is_an_error(model):

@@ -124,7 +124,10 @@ def _open_file(path: Path, *, split: str | None, config: str | None, text_unit: 
     elif ending == ".tsv":
         options["sep"] = "\t"
     # Streaming: the file is read where it lies, and no copy of it is written to the `datasets` cache.
-    return load_dataset(reader, data_files=str(path), split="train", streaming=True, **options)
+    try:
+        return load_dataset(reader, data_files=str(path), split="train", streaming=True, **options)
+    except Exception as error:
+        raise _unreadable(str(path), error) from error
 
 
 def _open_hub(name: str, *, config: str | None, split: str | None, streaming: bool, revision: str | None):
@@ -182,9 +185,13 @@ def _readable(rows: Iterable[dict], source: str) -> Iterator[dict]:
     try:
         yield from rows
     except Exception as error:
-        raise ValueError(
-            f"{source} could not be read ({_first_line(error)}). It takes UTF-8 text, or the format that its name says."
-        ) from error
+        raise _unreadable(source, error) from error
+
+
+def _unreadable(source: str, error: BaseException) -> ValueError:
+    return ValueError(
+        f"{source} could not be read ({_first_line(error)}). It takes UTF-8 text, or the format that its name says."
+    )
 
 
 def _texts(rows: Iterable[dict], column: str, source: str) -> Iterator[str]:

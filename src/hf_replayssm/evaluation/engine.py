@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 
 from . import forward
 from .contexts import Context, Counts, Skipped, batches, cut_contexts, tokenize_documents
@@ -136,8 +137,8 @@ class Run:
             part = rest[: self.batch_limit]
             try:
                 measured += self._measure(part, routes, measure)
-            except torch.OutOfMemoryError as error:
-                if len(part) == 1:
+            except RuntimeError as error:
+                if len(part) == 1 or not _lacks_memory(error):
                     raise
                 message = str(error).split(". ")[0]
             else:
@@ -219,6 +220,15 @@ def position_table(sums: dict[int, dict[str, float]]) -> list[dict[str, float]]:
     """What `by_position` gave, as rows in the order of positions: from `start` to before `stop`."""
     edges = POSITION_EDGES.tolist()
     return [{"start": edges[index], "stop": edges[index + 1], **sums[index]} for index in sorted(sums)]
+
+
+def _lacks_memory(error: RuntimeError) -> bool:
+    """Whether an accelerator had not enough memory; libraries say so in errors of no type of their own."""
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or should_reduce_batch_size(error)
+        or "CUBLAS_STATUS_ALLOC_FAILED" in str(error)
+    )
 
 
 def _blocks(length: int, elements_per_position: int) -> Iterator[tuple[int, int]]:

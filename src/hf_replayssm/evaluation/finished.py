@@ -1,13 +1,14 @@
 """What is finished of an evaluation, in a folder: a run that was killed goes on from there.
 
 `settings.json` says what is evaluated and how; each process appends to a `finished-*.jsonl` of its own, one line per
-finished batch. A line that was cut short by a kill is no line, and its batch is evaluated again.
+finished batch. A line that was cut short by a kill, or is damaged otherwise, is no line: its batch is evaluated again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -31,7 +32,8 @@ class Finished:
         main: whether this process looks after the folder; the others only add to it.
 
     Raises:
-        ValueError: the folder is of another evaluation (every setting that differs is named), or of something else.
+        ValueError: the folder is of another evaluation (every setting that differs is named), or of something else, or
+            its settings are damaged.
     """
 
     def __init__(self, folder: str | os.PathLike, settings: dict[str, Any], main: bool = True):
@@ -46,17 +48,17 @@ class Finished:
         if not main:
             return
         known = self.folder / SETTINGS
+        part = known.with_suffix(".part")  # all that is there of a run that was killed while it wrote them
         if known.exists():
-            self._compare(json.loads(known.read_text(encoding="utf-8")), settings)
+            self._compare(_settings_in(known), settings)
             for file in sorted(self.folder.glob("finished-*.jsonl")):
                 self._read(file)
-        elif any(self.folder.iterdir()):
+        elif any(file != part for file in self.folder.iterdir()):
             raise ValueError(
                 f"The folder {self.folder} holds other files and no {SETTINGS}. Name an empty folder, or one that does "
                 "not exist."
             )
         else:
-            part = known.with_suffix(".part")
             part.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             part.replace(known)
 
@@ -70,12 +72,13 @@ class Finished:
             )
 
     def _read(self, file: Path) -> None:
-        for line in file.read_text(encoding="utf-8").splitlines():
+        for line in file.read_bytes().splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:
+            except ValueError:  # no JSON, or no UTF-8
                 continue
-            self.records.setdefault(record["batch"], record)
+            if _is_record(record):
+                self.records.setdefault(record["batch"], record)
 
     def add(self, record: dict[str, Any]) -> None:
         """Write one finished batch; it is on the disk when this returns."""
@@ -99,6 +102,36 @@ class Finished:
             )
 
 
+def _settings_in(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_bytes())
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(
+            f"{file} is damaged, so nobody knows of what evaluation the finished batches beside it are. Name another "
+            "folder, or delete this one."
+        )
+    return settings
+
+
+def _is_record(record: Any) -> bool:
+    """Whether this is all of what is written down of a finished batch, in the types that it is written in."""
+    try:
+        sums = [sums for index, sums in record["by_position"].items() if int(index) >= 0]
+        return (
+            all(isinstance(record[name], int) and record[name] >= 0 for name in ("batch", "tokens", "process"))
+            and all(isinstance(record[name], str) for name in ("inputs", "run"))
+            and all(isinstance(document, int) and math.isfinite(nll) for document, nll in record["contexts"])
+            and all(isinstance(one["tokens"], int) and math.isfinite(one["nll"]) for one in sums)
+            and sum(one["tokens"] for one in sums) == record["tokens"]
+            and math.isfinite(record["seconds"])
+            and all(math.isfinite(value) for value in (record["stats"] or {}).values())
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+        return False
+
+
 def digest(batch: list[Context]) -> str:
     """Of the tokens of a batch, and of which of them are scored."""
     sha = hashlib.sha256()
@@ -110,7 +143,7 @@ def digest(batch: list[Context]) -> str:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Of the names, shapes and first values of all parameters: tells models apart, without reading all of them.
+    """Of the names and shapes of all parameters, and of their values: the first ones, and the sum of all bits.
 
     Parameters that are offloaded count with name and shape only.
     """
@@ -121,7 +154,18 @@ def weights_digest(model: torch.nn.Module) -> str:
             if tensor.device.type != "meta" and tensor.numel():
                 first = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor
                 sha.update(first.reshape(-1)[:8].cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                sha.update(_sum_of_bits(tensor))
     return sha.hexdigest()[:20]
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> bytes:
+    """The sum, modulo 2^64, of a tensor's bits read as integers of 64 and what is left at the end: taken where it lies,
+    at the speed of its memory, and the same with any number of threads."""
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    whole, rest = flat[: len(flat) // 8 * 8], flat[len(flat) // 8 * 8 :]
+    if whole.storage_offset() % 8:
+        whole = whole.clone()
+    return f"{whole.view(torch.int64).sum().item()} ".encode() + rest.cpu().numpy().tobytes()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -103,8 +103,9 @@ class PerplexityResult:
 
 
 class BatchesFailed(RuntimeError):
-    """Some batches could not be evaluated, and the others were. `partial` is the result of those, None if all failed;
-    `failures` has for each failed batch its number, its documents and the error."""
+    """Some batches could not be evaluated, and the others were. `partial` is the result of the documents that lost no
+    part, None if there is none (without `by_position` where others lost one of several batches); `failures` has for
+    each failed batch its number, its documents and the error."""
 
     def __init__(
         self, failures: list[dict[str, Any]], batches: int, partial: PerplexityResult | None, kept: str | None
@@ -347,13 +348,16 @@ def _result_of(
             positions.setdefault(int(index), []).append(sums)
         for name, value in (record["stats"] or {}).items():
             stats[name] = stats.get(name, 0) + value
-    run.contexts = sum(len(record["contexts"]) for record in records)
+    of_kept = [document in parts for record in records for document, _ in record["contexts"]]
+    run.contexts = sum(of_kept)
     times: dict[str, dict[int, float]] = {}  # of each run of each process
     for record in records:
         run_of = times.setdefault(record["run"], {})
         run_of[record["process"]] = run_of.get(record["process"], 0.0) + record["seconds"]
     route.seconds = sum(max(of_processes.values()) for of_processes in times.values())
     route.stats = stats or None
+    # The sums by position are of whole batches: with contexts of a document that is left out they would not be those of
+    # `tokens`.
     table = position_table(
         {
             index: {
@@ -361,6 +365,7 @@ def _result_of(
                 "nll": math.fsum(one["nll"] for one in each),
             }
             for index, each in positions.items()
+            if all(of_kept)
         }
     )
     result = build_result(run, route, {index: math.fsum(each) for index, each in parts.items()}, replay)

@@ -10,6 +10,7 @@ more of them; what it found is published in the store, and in the end each proce
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ BEAT_SECONDS = 0.5
 POLL_SECONDS = 0.02
 CHUNK = 2**20  # bytes of one value: the store takes 8 MiB at most
 CONNECT_SECONDS = 300
+RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 GOES_ON = "With `resume` (--resume FOLDER) what is finished is kept, and the next run goes on from there."
 
 
@@ -38,8 +40,11 @@ class Processes:
     """
 
     def __init__(self, store: Any, rank: int, count: int, timeout: float = 60.0):
-        self.store, self.rank, self.count, self.timeout = store, rank, count, timeout
-        self._work = store  # of one evaluation; see `begin`
+        # A store may outlive its users (a launcher holds it, or a process group): of each process the first ones, the
+        # second ones and so on meet among themselves, and never find what those before them left behind.
+        self.store = dist.PrefixStore(f"seats/{_reached(store.add, f'seats/{rank}', 1)}", store)
+        self.rank, self.count, self.timeout = rank, count, timeout
+        self._work = self.store  # of one evaluation; see `begin`
         self._evaluations = 0
         self._seen: dict[int, tuple[int, float]] = {}  # of each process, its last beat and when it was new
         self._stop = threading.Event()
@@ -49,7 +54,8 @@ class Processes:
     @classmethod
     def from_environment(cls, timeout: float = 60.0) -> Processes | None:
         """The processes that a launcher started (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or those of the process
-        group, where there is one; None for a process that is alone.
+        group, where there is one; None for a process that is alone. May be called again, for another evaluation: by all
+        of them, in the same order.
 
         Raises:
             RuntimeError: the others cannot be reached.
@@ -62,8 +68,7 @@ class Processes:
         if int(os.environ.get("WORLD_SIZE", 1)) == 1:
             return None
         try:
-            rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=CONNECT_SECONDS))
-            store, rank, count = next(iter(rendezvous))
+            store, rank, count = _rendezvous(*map(os.environ.get, RENDEZVOUS))
         except (dist.DistError, ValueError, OSError) as error:
             raise RuntimeError(
                 f"This is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), and the others cannot be reached "
@@ -173,6 +178,13 @@ class Processes:
             elif now - since > self.timeout and not self.store.check([f"left/{rank}"]):
                 dead.append(rank)
         return dead
+
+
+@functools.lru_cache(maxsize=1)
+def _rendezvous(*where: str | None) -> tuple[Any, int, int]:
+    """Store, rank and count of the launched processes. Kept: a second one would find the server of the first, or none
+    where that is just being closed."""
+    return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=CONNECT_SECONDS))))
 
 
 def _reached(operation: Callable[..., Any], *arguments: Any) -> Any:
