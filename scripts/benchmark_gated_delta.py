@@ -302,17 +302,16 @@ def candidates(window: bool) -> list:
 
     if window:
         sizes = [(32, 2, 32), (32, 1, 32), (16, 1, 32), (64, 4, 32), (64, 2, 32), (32, 2, 64), (32, 2, 16)]
-        return [
-            Config(Tile(*size, slots=32), append_warps=warps) for size, warps in itertools.product(sizes, (1, 2, 4))
-        ]
+        tiles = [*(Tile(*size, slots=32) for size in sizes), Tile(64, 2, 32, slots=16), Tile(64, 4, 32, slots=16)]
+        return [Config(tile, append_warps=warps) for tile, warps in itertools.product(tiles, (1, 2, 4))]
     again = [Tile(*size, 32) for size in ((16, 1), (32, 1), (32, 2), (64, 4))]
     keep = [Tile(*size, 32, state="keep", registers=registers) for size, registers in
             (((16, 1), 0), ((32, 1), 0), ((32, 2), 0), ((32, 2), 128), ((64, 4), 128))]  # fmt: skip
-    evicting = [replace(tile, evict="evict_first") for tile in (again[1], keep[3])]
+    evicting = [replace(tile, evict="evict_first") for tile in (again[1], keep[1], keep[3])]
     tiles = [*again, *keep, *evicting, Tile(16, 1, 64, state="stream")]
     found = [Config(tile, append_warps=warps) for tile, warps in itertools.product(tiles, (1, 2, 4))]
-    found += [replace(config, overlap=False) for config in (found[3], found[21])]
-    found += [replace(found[30], ahead=ahead << 20) for ahead in (8, 16, 32)]
+    found += [Config(tile, overlap=False) for tile in (again[1], keep[3])]
+    found += [Config(evicting[2], ahead=ahead << 20) for ahead in (8, 16, 32)]
     return found
 
 

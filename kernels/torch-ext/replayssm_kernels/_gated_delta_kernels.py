@@ -92,12 +92,17 @@ def _prefetch_rows(row_ptr, row, V: tl.constexpr, BLOCK_V: tl.constexpr):
 @triton.jit
 def _keys(place, end, first, c, k_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
     """Keys (J, BLOCK_K) float32 at some places, zeros where these are not in 0 .. end-1, and inverse lengths (J,)."""
+    k = _buffered_k(place, end, first, c, k_row_ptr, K, SLOTS).to(tl.float32)
+    return k, _inverse_length(tl.sum(k * k, axis=1))
+
+
+@triton.jit
+def _buffered_k(place, end, first, c, k_row_ptr, K: tl.constexpr, SLOTS: tl.constexpr):
+    """Keys (J, channels) at some places as they are stored, zeros where these are not in 0 .. end-1."""
     used = (place >= 0) & (place < end)
     slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
     # Masked loads do not touch memory: whatever unused slots hold (NaN included) is never seen.
-    k = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & (c < K)[None, :], other=0.0)
-    k = k.to(tl.float32)
-    return k, _inverse_length(tl.sum(k * k, axis=1))
+    return tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & (c < K)[None, :], other=0.0)
 
 
 @triton.jit
@@ -218,7 +223,8 @@ def _append_kernel(
 
     m = unit
     if AHEAD:
-        # (This launch leaves the memory little to do. More than that shares the cache with what is in use.)
+        # (This launch leaves the memory little to do. A larger part of the state would push out of the cache what is in
+        # use; asked for by the next launch, of later programs, it was slower.)
         line = tl.cast(checkpoint_ptr, tl.int64) + tl.arange(0, 128) * 128
         for block in range(tl.program_id(1) * HK + m, ahead, batch * HK):
             prefetch(line + block * (128 * 128))
@@ -782,9 +788,7 @@ def _weighted_u(place, count, first, elapsed, v_ok, k_row_ptr, u_row_ptr, g_row_
 def _add_inputs(inputs, time, place, count, first, c, u, weight, k_row_ptr, g_row_ptr, K: tl.constexpr,
                 SLOTS: tl.constexpr, PER_CHANNEL: tl.constexpr):  # fmt: skip
     """`inputs` (BLOCK_V, ROWS) and, for KDA, `time` (ROWS,) with the tokens at some places: rows c of k u^T."""
-    used = (place >= 0) & (place < count)
-    slot = ring_slot(first, tl.where(used, place, 0), SLOTS)
-    k = tl.load(k_row_ptr + slot[:, None] * K + c[None, :], mask=used[:, None] & (c < K)[None, :], other=0.0)
+    k = _buffered_k(place, count, first, c, k_row_ptr, K, SLOTS)
     # (In this order what is split into terms is u, which is the same for all rows.)
     weighted = tl.trans(u * weight[:, None])
     if PER_CHANNEL:

@@ -21,6 +21,7 @@ from .contexts import Context
 
 
 SETTINGS = "settings.json"
+BLOCK = 2**20  # numbers of 64 bits whose sum is taken at a time
 
 
 class Finished:
@@ -143,7 +144,7 @@ def digest(batch: list[Context]) -> str:
 
 
 def weights_digest(model: torch.nn.Module) -> str:
-    """Of the names and shapes of all parameters, and of their values: the first ones, and the sum of all bits.
+    """Of the names and shapes of all parameters, and of their values: all of them, and where they stand.
 
     Parameters that are offloaded count with name and shape only.
     """
@@ -152,20 +153,21 @@ def weights_digest(model: torch.nn.Module) -> str:
         sha.update(f"{name} {tuple(parameter.shape)} {parameter.dtype} ".encode())
         for tensor in _parts(parameter.detach()):
             if tensor.device.type != "meta" and tensor.numel():
-                first = tensor[(0,) * (tensor.dim() - 1)] if tensor.dim() else tensor
-                sha.update(first.reshape(-1)[:8].cpu().contiguous().view(torch.uint8).numpy().tobytes())
-                sha.update(_sum_of_bits(tensor))
+                sha.update(_sums_of_bits(tensor))
     return sha.hexdigest()[:20]
 
 
-def _sum_of_bits(tensor: torch.Tensor) -> bytes:
-    """The sum, modulo 2^64, of a tensor's bits read as integers of 64 and what is left at the end: taken where it lies,
-    at the speed of its memory, and the same with any number of threads."""
+def _sums_of_bits(tensor: torch.Tensor) -> bytes:
+    """Of each block of a tensor's bits, read as integers of 64: their sum modulo 2^64, each times an odd number of its
+    place; and what is left at the end. Taken where it lies, and the same with any number of threads."""
     flat = tensor.contiguous().reshape(-1).view(torch.uint8)
     whole, rest = flat[: len(flat) // 8 * 8], flat[len(flat) // 8 * 8 :]
     if whole.storage_offset() % 8:
         whole = whole.clone()
-    return f"{whole.view(torch.int64).sum().item()} ".encode() + rest.cpu().numpy().tobytes()
+    blocks = whole.view(torch.int64).split(BLOCK)
+    weights = 2 * torch.arange(len(blocks[0]), device=flat.device) + 1
+    sums = torch.stack([(block * weights[: len(block)]).sum() for block in blocks])
+    return sums.cpu().numpy().tobytes() + rest.cpu().numpy().tobytes()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
